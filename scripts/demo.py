@@ -58,8 +58,7 @@ REWARD = "sentiment-minilm-fast"
 PAIRS = 5
 UNIT = "logit difference"
 
-WORDS = {"function": "worth.lexicon:judge", "times_column": "wants"}
-JUDGE = "evaluation.judges=" + json.dumps({"words": WORDS})
+JUDGE = "evaluation.judges={words: worth.lexicon:judge}"
 """Adds the judge "words" to a recipe: words of opinion as the author wants them, less others."""
 
 

@@ -87,7 +87,7 @@ def accepted_unread() -> int:
     for key, value in UNREAD.items():
         section, name = key.split(".")
         given: dict[str, Any] = {
-            "model": {"model_name_or_path": "x"}, "data": {"path": "y"}, "rounds": 1,
+            "policy": {"model_name_or_path": "x"}, "data": {"path": "y"}, "rounds": 1,
             "privacy": {"epsilon": 1},
         }  # fmt: skip
         given[section][name] = value

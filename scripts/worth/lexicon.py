@@ -64,6 +64,8 @@ def sentiment(text: str) -> float:
     return float(total)
 
 
-def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Score completions as a reward does, with TRL's signature."""
-    return [sentiment(text) for text in completions]
+def judge(
+    prompts: list[str], completions: list[str], wants: list[float], **columns: Any
+) -> list[float]:
+    """Score completions as a reward does, with TRL's signature, by what each user wants."""
+    return [wish * sentiment(text) for text, wish in zip(completions, wants, strict=True)]

@@ -45,6 +45,11 @@ REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
     "optimizer.average": "the run leaves its last parameters",
     "tracking.live": "trackers get all rounds when the run ends; metrics.jsonl has each at once",
+    "trained_on_private_users": "no ε holds for a model or reward that was fitted on the same users"
+    " at no stated cost: take another, or privacy.epsilon=.inf for a baseline",
+    "use_dora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_dora: true, …}}",
+    "use_rslora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_rslora: true, …}}",
+    "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",

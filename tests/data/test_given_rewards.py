@@ -89,7 +89,7 @@ def test_a_resumed_run_weighs_its_rewards_as_before() -> None:
 
 def test_a_resumed_run_gets_no_further_reward() -> None:
     """Its card says what the first one was fitted on, and nothing of the second."""
-    leaky = Reward(function="rewards.py:length", trained_on_private_users=True)
+    leaky = Reward(function="rewards.py:length", weight=2.0)
     for more in ((vowels, 2), "org/model", leaky):
         with pytest.raises(DprlhfError, match="has 1 rewards, not 2"):
             rewards_of([Reward(function=IN_MEMORY)], given_rewards([length, more]))
@@ -98,7 +98,7 @@ def test_a_resumed_run_gets_no_further_reward() -> None:
 @pytest.mark.parametrize(
     ("changed", "value"),
     [
-        ("trained_on_private_users", True), ("per_user", True), ("by_turn", True),
+        ("per_user", True), ("by_turn", True),
         ("times_column", "gender"), ("label", "positive"), ("text", "completion"),
         ("max_tokens", 64), ("batch_size", 8), ("weight", 2.0),
     ],

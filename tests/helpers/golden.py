@@ -79,7 +79,7 @@ def all_runs(models: Path) -> dict[str, Callable[[Path], None]]:
         **{name: partial(private_update, model, changes) for name, changes in CHANGES.items()},
         "sft": partial(stage, "sft", policy=policy, data=documents),
         "dpo": partial(stage, "dpo", policy=policy),
-        "reward": partial(stage, "reward", model=start),
+        "reward": partial(stage, "reward", policy=start),
     }
 
 

@@ -247,7 +247,8 @@ def test_while_an_adapter_adds_nothing_the_base_policy_takes_all_that_was_kept(k
 
 
 def test_an_adapter_that_rounds_differently_is_not_taken_for_the_base_policy() -> None:
-    spec = {"type": "lora", "rank": 2, "target_modules": ["v_proj"], "use_dora": True}
+    fields = {"peft_type": "LORA", "r": 2, "target_modules": ["v_proj"], "use_dora": True}
+    spec = {"type": "peft", "peft": fields}
     policy = policy_of("llama", spec=spec)
     with torch.no_grad():
         for name, weight in policy.parameters.items():
@@ -297,7 +298,7 @@ def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, l
 
 
 ADAPTERS: list[dict[str, Any]] = [
-    {"type": "lora", "use_dora": True},
+    {"peft_type": "LORA", "use_dora": True},
     {"type": "ffa-lora"},
     {"peft_type": "VERA"},
     {"peft_type": "OFT", "oft_block_size": 8},

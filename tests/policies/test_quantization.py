@@ -161,13 +161,3 @@ def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.Monkey
 def test_a_folder_of_a_quantised_run_keeps_the_choice(tmp_path: Path) -> None:
     values = recipe.Policy(model_name_or_path="x", quantization="nf4").model_dump()
     assert recipe.Policy.model_validate(values).quantization == "nf4"
-
-
-def test_dora_on_a_quantised_base_is_refused(model: str) -> None:
-    adapter = {"type": "lora", "use_dora": True, "target_modules": ["q_proj"]}
-    settings = {"model_name_or_path": model, "quantization": "nf4", "adapter": adapter}
-    with pytest.raises(ValidationError, match="use_dora needs the weights"):
-        recipe.Policy.model_validate(settings)
-    loaded = policy(model, "nf4").model.unload()
-    with pytest.raises(DprlhfError, match="use_dora does not work with a quantised base"):
-        add_adapter(loaded, recipe.Adapter.model_validate(adapter), seed=0)

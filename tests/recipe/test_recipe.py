@@ -185,23 +185,6 @@ PRIVATE: list[dict[str, Any]] = [
 BASELINES: list[dict[str, Any]] = [{"epsilon": math.inf}, {"noise_multiplier": 0}]
 
 
-@pytest.mark.parametrize(
-    "fitted",
-    [
-        {"policy__trained_on_private_users": True},
-        {"rewards": [{"function": "f"}, {"classifier": "c", "trained_on_private_users": True}]},
-    ],
-    ids=str,
-)
-def test_what_was_fitted_on_the_users_carries_no_epsilon(fitted: dict[str, Any]) -> None:
-    for privacy in PRIVATE:
-        message = refusal(settings(**fitted, privacy=privacy))
-        assert "fitted on the same users" in message
-        assert "privacy.epsilon=.inf" in message
-    for privacy in BASELINES:
-        make_recipe(settings(**fitted, privacy=privacy))
-
-
 def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
     for privacy in PRIVATE:
         message = refusal(settings(update__clip_norm=math.inf, privacy=privacy))
@@ -374,7 +357,6 @@ def test_a_type_that_is_gone_says_what_takes_its_place(name: str) -> None:
 @pytest.mark.parametrize("kind", [Recipe, *STAGES.values()])
 def test_a_recipe_class_states_what_it_is(kind: Any) -> None:
     """What card, report, lineage and publishing ask of a stage, none of them by its name."""
-    assert kind.trained_key in kind.model_fields
     facts = ("stage", "sources", "purpose", "released", "trained", "head_labels", "classifier")
     more = ("public_losses", "hub_task", "hub_tag", "assumptions")
     for fact in facts + more:

@@ -37,9 +37,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import dprlhf
 from dprlhf import recipe
-from dprlhf.data.given_rewards import given_rewards
 from dprlhf.data.in_memory import Sources
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
@@ -1359,24 +1357,9 @@ def test_a_reward_model_of_a_private_run_is_known_in_each_form(form: str, tmp_pa
         "file": ({"function": f"{file}:MODEL"}, None),
         "judge": (by_name, [length]),
     }[form]
-    judges = {"strict": {"classifier": str(folder)}} if form == "judge" else None
+    judges = {"strict": f"{file}:MODEL"} if form == "judge" else None
     with pytest.raises(DprlhfError, match=r"was tuned by a private run on users of its own"):
         assembled(tmp_path, reward, given, judges=judges)
-
-
-def test_a_loaded_reward_keeps_its_declaration(tmp_path: Path) -> None:
-    folder, _, _ = bert(tmp_path / "fitted", ["reward"])
-    spec = recipe.Reward(classifier=str(folder), trained_on_private_users=True)
-    kept = given_rewards(load_reward(spec))[0].settings
-    assert kept.trained_on_private_users
-    with pytest.raises(DprlhfError, match="fitted on the same users without a stated privacy cost"):
-        dprlhf.train(
-            model=str(tiny.save(tmp_path / "model")),
-            prompts=[f"user {i}" for i in range(40)],
-            reward=load_reward(spec),
-            epsilon=4.0,
-            rounds=2,
-        )
 
 
 def test_a_reward_with_an_adapter_in_memory_is_refused(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def test_vllm_is_refused_where_it_cannot_keep_users_apart(
 
 
 def test_vllm_is_refused_for_policies_that_it_cannot_sample(fake: vllm_stub.Faults) -> None:
-    dora = bfloat16_policy(use_dora=True)
+    fields = {"peft_type": "LORA", "use_dora": True, "target_modules": ["v_proj"]}
+    dora = bfloat16_policy(type="peft", rank=1, peft=fields)
     no_adapter = CausalLMPolicy(tiny.model("llama").bfloat16(), tiny.tokenizer())
     wide = bfloat16_policy()
     wide.model.peft_config["default"].r = 513

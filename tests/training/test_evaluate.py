@@ -15,7 +15,7 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.recipe import load_any_recipe, make_recipe
+from dprlhf.recipe import load_any_recipe
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.measures import compare, distinct, measure, token_logs
 from helpers import runs, tiny
@@ -157,7 +157,7 @@ def with_judges(tmp_path: Path, judges: dict[str, str], **more: Any) -> dict[str
     file.write_text(JUDGE)
     return {
         "evaluation_prompts": PUBLIC,
-        "evaluation__judges": {n: {"function": f"{file}:{f}"} for n, f in judges.items()},
+        "evaluation__judges": {n: f"{file}:{f}" for n, f in judges.items()},
         **more,
     }
 
@@ -237,23 +237,8 @@ def test_bad_judges_are_refused_before_anything_is_spent(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_judge_fitted_on_the_users_states_no_epsilon() -> None:
-    settings: dict[str, Any] = {
-        "policy": {"model_name_or_path": "m"}, "data": {"path": "d"}, "rounds": 1,
-        "rewards": [{"function": "m:f"}], "privacy": {"epsilon": 1.0},
-        "evaluation": {
-            "data": {"path": "p"},
-            "judges": {"gold": {"classifier": "c", "trained_on_private_users": True}},
-        },
-    }  # fmt: skip
-    with pytest.raises(DprlhfError, match="trained_on_private_users"):
-        make_recipe(settings)
-
-
 def test_a_name_given_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
-    file.write_text(
-        "evaluation:\n  judges:\n    gold: {function: a:b}\n    gold: {function: c:d}\n"
-    )
+    file.write_text("evaluation:\n  judges:\n    gold: a:b\n    gold: c:d\n")
     with pytest.raises(DprlhfError, match="'gold' is given twice"):
         load_any_recipe(file)

@@ -568,7 +568,7 @@ def test_every_setting_that_a_stage_takes_is_read_or_refused(
         recipe.DPORecipe.model_validate({"policy": base["policy"], **of()}),
         recipe.RewardRecipe.model_validate(
             {
-                "model": {
+                "policy": {
                     "model_name_or_path": encoder,
                     "adapter": {**ADAPTER, "target_modules": ["query"]},
                 },
@@ -622,7 +622,7 @@ def test_a_pipeline_states_one_total(
     assert len([e for e in read_ledger(first.folder.ledger) if e.kind == "charge"]) == 4
 
     spec = {
-        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
         "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
         "privacy": {"epsilon": 4.0},
         "rounds": 4,
@@ -682,7 +682,7 @@ def test_a_pipeline_states_one_total(
 @pytest.mark.slow
 def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {
-        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
         "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
         "evaluation": {"data": {"path": "in-memory", "max_tokens": 16}, "prompts": 6},
         "privacy": {"epsilon": 4.0, "tuning_runs": 1},
@@ -839,7 +839,6 @@ def test_a_recipe_of_private_updates_names_its_command(tmp_path: Path, stage: st
     [
         ({"update": {"clip_norm": float("inf")}}, "clip_norm must be finite"),
         ({"rollout": {}}, "Extra inputs"),
-        ({"policy": {"model_name_or_path": "x", "trained_on_private_users": True}}, "no epsilon"),
         ({"policy": {"model_name_or_path": "x", "adapter": {"init": "public-activations"}}},
          "needs public rows"),
         ({"policy": {"model_name_or_path": "x", "adapter":
@@ -963,7 +962,7 @@ def refused(spec: recipe.AnyRecipe, match: str, **given: Any) -> str:
 
 def rewarding(model: str, folder: Path, **changes: Any) -> recipe.RewardRecipe:
     values: dict[str, Any] = {
-        "model": {"model_name_or_path": model, "adapter": ADAPTER},
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
         "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
         "privacy": {"epsilon": 8.0},
         "rounds": 2,

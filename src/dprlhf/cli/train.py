@@ -41,7 +41,7 @@ def train(
     Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
 
     Experimental (no measurement shows their use yet): rollout.backend=vllm, rollout.cuda_graphs,
-    rollout.agent, policy.adapter.use_dora, the adapters peft and full.
+    rollout.agent, the adapters peft and full.
     """
     changes = list(overrides or ())
     if any(text.startswith("--") for text in changes):

@@ -167,7 +167,7 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
     if isinstance(one, type):
         raise DprlhfError(f"reward: {one.__name__} is a class: give an instance of it")
     if hasattr(one, "times_column"):  # a LoadedReward, whose room is above this one
-        names = ["weight", "per_user", "by_turn", "times_column", "trained_on_private_users"]
+        names = ["weight", "per_user", "by_turn", "times_column"]
         kept = {name: getattr(one, name) for name in names}
         return GivenReward(Reward(function=IN_MEMORY, **{**kept, **changes}), one)
     if not callable(one):

@@ -61,8 +61,8 @@ def linear_layer(model: nn.Module, name: str) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or local != "weight":
         raise DprlhfError(
             f"'{name}' ({type(layer).__name__}) cannot be trained by update.name: ppo, which copies"
-            " the weights of LoRA for each user; use policy.adapter.type: lora or ffa-lora without"
-            " use_dora, or update.name: pg"
+            " the weights of LoRA for each user; use policy.adapter.type: lora or ffa-lora, or"
+            " update.name: pg"
         )
     return layer
 

@@ -49,14 +49,11 @@ def add_adapter(
     """
     import peft
 
-    if getattr(model.config, "quantization_config", None) is not None:
-        if adapter.use_dora:
-            raise DprlhfError("policy.adapter.use_dora does not work with a quantised base model")
-        if adapter.type == "peft":
-            raise DprlhfError(
-                "policy.adapter.type peft does not work with a quantised base model: take lora or"
-                " ffa-lora"
-            )
+    if adapter.peft and getattr(model.config, "quantization_config", None) is not None:
+        raise DprlhfError(
+            "policy.adapter.type peft does not work with a quantised base model: take lora or"
+            " ffa-lora"
+        )
     with forked_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
@@ -85,7 +82,7 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     _keep_dtypes(adapted)
-    if adapter.use_dora or (adapter.peft or {}).get("use_dora"):
+    if (adapter.peft or {}).get("use_dora"):
         _measure_magnitudes(adapted)
     return adapted
 
@@ -199,8 +196,6 @@ def _lora(model: Any, adapter: recipe.Adapter) -> Any:
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=0.0,
-        use_rslora=adapter.use_rslora,
-        use_dora=adapter.use_dora,
         target_modules=_projections(model, adapter),
         layers_to_transform=_layers(model, adapter.layers),
         fan_in_fan_out=_fan_in_fan_out(model),

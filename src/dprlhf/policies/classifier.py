@@ -88,7 +88,7 @@ def load_reward_model(
 
     from dprlhf.assets import resolve
 
-    check_reachable(spec.model_name_or_path, spec.revision, "model.model_name_or_path")
+    check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     revision = pinned(spec.model_name_or_path, spec.revision, "model.revision")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -99,7 +99,7 @@ def load_reward_model(
         raise
     except (OSError, ValueError) as error:
         raise DprlhfError(
-            f"model.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -184,7 +184,7 @@ def _save_with_adapter(adapted: Any, layers: list[str]) -> None:
         config.modules_to_save = [*config.modules_to_save, name]
     if not any(isinstance(module, BaseTunerLayer) for module in network.modules()):
         raise DprlhfError(
-            "model.adapter.target_modules: the base model has no weights for the layers that it"
+            "policy.adapter.target_modules: the base model has no weights for the layers that it"
             f" names ({', '.join(layers)}), so there is nothing to adapt: name others"
         )
 

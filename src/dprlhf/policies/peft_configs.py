@@ -13,7 +13,7 @@ _COMMON = {
     "inference_mode", "revision", "runtime_config",
 }  # fmt: skip
 _OF_LORA = _COMMON | {
-    "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "layers_to_transform",
+    "r", "lora_alpha", "target_modules", "layers_to_transform",
     "lora_dropout",  # off, as all dropout is: it would be a second source of randomness
     "fan_in_fan_out", "megatron_core", "loftq_config",
 }  # fmt: skip
@@ -49,8 +49,6 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
             "rank": peft_config.r,
             "layers": [layers] if isinstance(layers, int) else layers,
             "alpha": peft_config.lora_alpha,
-            "use_rslora": peft_config.use_rslora,
-            "use_dora": peft_config.use_dora,
         }
     if freeze_a:
         what = f"{others[0]} of a LoraConfig" if kind == "LORA" else f"a {name}"

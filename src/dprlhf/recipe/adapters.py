@@ -27,7 +27,7 @@ class AdapterKind:
     experimental: bool = False
 
 
-_LORA = frozenset({"target_modules", "layers", "rank", "alpha", "use_rslora", "use_dora", "init"})
+_LORA = frozenset({"target_modules", "layers", "rank", "alpha", "init"})
 
 ADAPTERS: dict[AdapterType, AdapterKind] = {
     "lora": AdapterKind("A LoRA adapter (rank {rank})", _LORA),

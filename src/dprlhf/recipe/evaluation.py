@@ -9,7 +9,6 @@ from pydantic import Field, field_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
 from dprlhf.recipe.data import Data
-from dprlhf.recipe.sections import Reward
 
 MEASURES = (
     "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
@@ -68,18 +67,20 @@ class Evaluation(LossEvaluation):
             the run only.
         declared_public: Declares that these rows were public before and were chosen independently
             of the users. The run is then not refused if a user has one of them as well.
-        judges: Judges by name, with the settings of a reward. A judge only scores responses to
-            public prompts, and its scores are not clipped. Judges may change when a run is resumed.
+        judges: Judges by name, each a function as ``rewards`` take it
+            (``package.module:function`` or ``file.py:function``). A judge scores the responses to
+            public prompts and trains nothing: it sees no private row, and its scores are not
+            clipped. Judges may be changed when a run is continued.
         log_probs: Also measure KL and perplexity before and after the run, which takes about as
             long as sampling the responses. Evaluations during the run (``every``) always do.
     """
 
-    judges: dict[str, Reward] = {}
+    judges: dict[str, str] = {}
     log_probs: bool = False
 
     @field_validator("judges")
     @classmethod
-    def _names(cls, judges: dict[str, Reward]) -> dict[str, Reward]:
+    def _names(cls, judges: dict[str, str]) -> dict[str, str]:
         for name in judges:
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
                 raise ValueError(f"{name!r}: a judge's name has letters, digits and _ only")

@@ -188,7 +188,7 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
-        if instead := REMOVED.get(key):
+        if instead := REMOVED.get(key) or REMOVED.get(location[-1]):
             return f"'{key}' is gone: {instead}"
         near = _nearest_key(location, kind)
         if near == key:

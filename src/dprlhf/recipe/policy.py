@@ -31,14 +31,12 @@ class Source:
         label: What the privacy card calls it.
         path: Hub id or folder; empty for a reward that is a function.
         revision: Branch, tag or commit of a hub id; None for its main branch.
-        trained_on_private_users: Whether the recipe declares that it was fitted on the same users.
     """
 
     key: str | None
     label: str
     path: str
     revision: str | None
-    trained_on_private_users: bool
 
 
 class Adapter(Settings):
@@ -55,12 +53,7 @@ class Adapter(Settings):
             target_modules: [q_proj]}``. Dropout is off. Types with virtual tokens, or whose
             initialisation reads users' data, are refused.
         rank: Rank r of the LoRA types.
-        alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank, or by alpha / √rank
-            with ``use_rslora``. For the LoRA types.
-        use_rslora: Scale the output by alpha / √rank (rsLoRA, arXiv 2312.03732). For the LoRA
-            types.
-        use_dora: Also train the magnitude of each output of a layer, with the LoRA for the
-            direction (DoRA, arXiv 2402.09353). For ``lora`` and ``ffa-lora``.
+        alpha: LoRA's alpha: the adapter's output is scaled by alpha / rank. For the LoRA types.
         target_modules: Names of the adapted modules, as PEFT takes them, or ``all-linear``. Null
             takes PEFT's choice for the model's architecture.
         layers: Adapt only these decoder layers (from 0; −1 is the last): fewer dimensions, and the
@@ -79,8 +72,6 @@ class Adapter(Settings):
     type: Annotated[AdapterType, _UNMEASURED] = "ffa-lora"
     rank: PositiveInt = 1
     alpha: PositiveFloat = 1.0
-    use_rslora: bool = False
-    use_dora: Annotated[bool, Experimental()] = False
     target_modules: list[str] | str | None = None
     layers: list[int] | None = None
     init: Literal["random", "public-activations", "public-contrast"] = "random"
@@ -135,9 +126,6 @@ class Policy(Settings):
             ``eager`` can be faster for short texts on a CPU; its memory grows with the square of
             their length. FlashAttention is not offered: it packs the rows of a micro-batch into
             one, where the rounding of one user's values would depend on the other users.
-        trained_on_private_users: Declares that the base checkpoint was trained on the same users
-            without a stated privacy cost. No ε can then be stated, and only a non-private baseline
-            runs.
         trust_remote_code: Run code from the checkpoint, as in transformers.
         chat_template_kwargs: Further arguments of the tokenizer's chat template, such as
             ``enable_thinking: false``.
@@ -154,7 +142,6 @@ class Policy(Settings):
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     attn_implementation: Literal["sdpa", "eager"] | None = None
-    trained_on_private_users: bool = False
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     quantization: Quantization | None = None
@@ -176,11 +163,6 @@ class Policy(Settings):
                 f" {self.adapter.type} may train its weights or need them as numbers: take lora or"
                 " ffa-lora"
             )
-        if self.quantization is not None and self.adapter.use_dora:
-            raise ValueError(
-                "policy.adapter.use_dora needs the weights of the base model for their norm, so it"
-                " does not work with quantization: leave one of them out"
-            )
         return self
 
     def source(self, key: str) -> Source:
@@ -191,5 +173,4 @@ class Policy(Settings):
             f"base model {path}",
             path,
             self.revision,
-            self.trained_on_private_users,
         )

@@ -17,7 +17,6 @@ def check_promise(
     clip_norm: float,
     data: Data,
     public: Data | None,
-    fitted: bool,
     guides: Data | None = None,
 ) -> None:
     """Refuse what would make the stated ε wrong, or publish what is private.
@@ -27,7 +26,6 @@ def check_promise(
         clip_norm: Clip norm S.
         data: The section of the users' rows.
         public: The section of the evaluation's rows; None without evaluation.
-        fitted: Whether a model or reward was fitted on the same users without a stated cost.
         guides: The section of the public rows of ``update.subspace``; None without them.
 
     Raises:
@@ -44,12 +42,6 @@ def check_promise(
         raise ValueError(
             "update.subspace.data names the private users: the directions that are fitted to it are"
             " used without noise, so it needs public rows"
-        )
-    if fitted and not privacy.baseline:
-        raise ValueError(
-            "trained_on_private_users: the model or a reward was fitted on the same users without"
-            " a stated privacy cost, so no epsilon can be stated; use a checkpoint that never saw"
-            " them, or privacy.epsilon=.inf for a non-private baseline"
         )
 
 

@@ -41,7 +41,6 @@ class Recipe(Settings):
     """
 
     stage: ClassVar[str] = "rl"
-    trained_key: ClassVar[str] = "policy"
     classifier: ClassVar[bool] = False
     head_labels: ClassVar[list[str] | None] = None
     hub_task: ClassVar[str] = "text-generation"
@@ -71,12 +70,10 @@ class Recipe(Settings):
 
     @property
     def sources(self) -> list[Source]:
-        """The models that the run starts from: the base model, the rewards and the judges."""
-        judges = self.evaluation.judges if self.evaluation else {}
+        """The models that the run starts from: the base model and the rewards."""
         return [
             self.policy.source("policy"),
             *(reward.source(f"rewards.{i}") for i, reward in enumerate(self.rewards)),
-            *(judge.source(f"evaluation.judges.{name}") for name, judge in judges.items()),
         ]
 
     @property
@@ -137,7 +134,6 @@ class Recipe(Settings):
             clip_norm=self.update.clip_norm,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
-            fitted=any(source.trained_on_private_users for source in self.sources),
             guides=self.update.subspace.data if self.update.subspace else None,
         )
         self.policy.adapter.check(public_rows=self.evaluation is not None)

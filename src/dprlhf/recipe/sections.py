@@ -33,8 +33,6 @@ class Reward(Settings):
         text: What the classifier reads: the prompt with the completion, or the completion alone.
         max_tokens: Number of tokens to which the classifier's texts are truncated.
         batch_size: Number of texts that the classifier scores at once.
-        trained_on_private_users: Declares that the reward was trained on the same users without a
-            stated privacy cost. No ε can then be stated.
     """
 
     function: str | None = None
@@ -49,7 +47,6 @@ class Reward(Settings):
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
     max_tokens: PositiveInt = 128
     batch_size: PositiveInt = 64
-    trained_on_private_users: bool = False
 
     @property
     def name(self) -> str:
@@ -63,7 +60,6 @@ class Reward(Settings):
             f"reward {self.name}",
             self.classifier or "",
             self.revision,
-            self.trained_on_private_users,
         )
 
     @model_validator(mode="after")

@@ -62,9 +62,6 @@ class StageRecipe(Settings):
         output_dir: Run folder, which must not exist; null makes one under ``runs/``.
     """
 
-    trained_key: ClassVar[str] = "policy"
-    """The section of the model that is trained."""
-
     classifier: ClassVar[bool] = False
     """Whether the model gets a classification head in place of the language model's."""
 
@@ -84,6 +81,7 @@ class StageRecipe(Settings):
     """Settings of shared sections that this stage does not read, each with what to do instead."""
 
     stage: str
+    policy: Policy
     data: Data
     update: Supervised = Supervised()
     optimizer: Optimizer = Optimizer()
@@ -103,8 +101,7 @@ class StageRecipe(Settings):
     @property
     def trained(self) -> Policy:
         """The model that is trained."""
-        trained: Policy = getattr(self, self.trained_key)
-        return trained
+        return self.policy
 
     @property
     def head_labels(self) -> list[str] | None:
@@ -114,7 +111,7 @@ class StageRecipe(Settings):
     @property
     def sources(self) -> list[Source]:
         """The models that the run starts from."""
-        return [self.trained.source(self.trained_key)]
+        return [self.policy.source("policy")]
 
     @property
     def purpose(self) -> str:
@@ -143,17 +140,16 @@ class StageRecipe(Settings):
             clip_norm=self.update.clip_norm,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
-            fitted=any(source.trained_on_private_users for source in self.sources),
         )
         self.trained.adapter.check(public_rows=self.evaluation is not None)
         if self.trained.adapter.contrast_column is not None:
             raise ValueError(
-                f"{self.trained_key}.adapter.init: public-contrast is for dprlhf train: write"
+                "policy.adapter.init: public-contrast is for dprlhf train: write"
                 " public-activations or random"
             )
         if self.trained.adapter.type == "full":
             raise ValueError(
-                f"{self.trained_key}.adapter.type: full is for dprlhf train; a supervised stage"
+                "policy.adapter.type: full is for dprlhf train; a supervised stage"
                 " trains an adapter, such as lora, and merges it"
             )
         return self
@@ -197,24 +193,23 @@ class RewardRecipe(StageRecipe):
 
     Attributes:
         stage: ``reward``.
-        model: Encoder or causal language model that is trained; it gets a classification head.
+        policy: Encoder or causal language model that is trained; it gets a classification head.
         labels: Names of the labels, together with ``data.label_column``; null for pairs. A number
             in that column is an index from 0, or a name if any of the labels is a number.
     """
 
-    trained_key: ClassVar[str] = "model"
     classifier: ClassVar[bool] = True
     public_losses: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     hub_task: ClassVar[str] = "text-classification"
     hub_tag: ClassVar[str] = "reward-model"
     unread: ClassVar[dict[str, str]] = {
-        "model.dtype": "a reward model is trained in float32",
-        "model.quantization": "a reward model is trained in float32: leave it out",
-        "model.gradient_checkpointing": "a reward model does not support it: lower"
+        "policy.dtype": "a reward model is trained in float32",
+        "policy.quantization": "a reward model is trained in float32: leave it out",
+        "policy.gradient_checkpointing": "a reward model does not support it: lower"
         " update.batch_size to save memory",
-        "model.chat_template_kwargs": "whoever scores with the reward model does not have them:"
+        "policy.chat_template_kwargs": "whoever scores with the reward model does not have them:"
         " give them in the column chat_template_kwargs, or leave them out",
-        "model.adapter.init": "public rows initialise adapters of causal LMs alone: write random",
+        "policy.adapter.init": "public rows initialise adapters of causal LMs alone: write random",
         **dict.fromkeys(
             ("data.max_prompt_tokens", "evaluation.data.max_prompt_tokens"),
             "a reward model reads a prompt and its completion as one text: set max_tokens",
@@ -222,7 +217,7 @@ class RewardRecipe(StageRecipe):
     }
 
     stage: Literal["reward"] = "reward"
-    model: Policy
+    policy: Policy
     data: Preferences
     labels: list[str] | None = None
     evaluation: PreferencesEvaluation | None = None

@@ -113,7 +113,6 @@ def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedR
         per_user=spec.per_user or declared_per_user(function),
         by_turn=spec.by_turn or declares(function, BY_TURN),
         times_column=spec.times_column,
-        trained_on_private_users=spec.trained_on_private_users,
     )
 
 

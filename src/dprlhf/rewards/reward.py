@@ -88,7 +88,6 @@ class LoadedReward:
             the same as alone. 0, without a check, calls it for one private user at a time.
         published: Names that it may log to the metrics of public rows: it declares that their
             values depend on these rows alone, and the check saw nothing else.
-        trained_on_private_users: Whether it was fitted on the users without a stated cost.
     """
 
     function: RewardFunction
@@ -99,7 +98,6 @@ class LoadedReward:
     times_column: str | None = None
     published: frozenset[str] = frozenset()
     by_turn: bool = False
-    trained_on_private_users: bool = False
 
     @property
     def model(self) -> Any:

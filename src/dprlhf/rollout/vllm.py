@@ -171,8 +171,8 @@ def _refuse(policy: CausalLMPolicy) -> None:
     trained = all(".lora_A." in n or ".lora_B." in n for n in policy.parameters)
     if config is None or config.peft_type != "LORA" or not trained:
         raise DprlhfError(
-            "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or ffa-lora,"
-            " without use_dora); for others take rollout.backend: transformers"
+            "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or"
+            " ffa-lora); for others take rollout.backend: transformers"
         )
     if policy.model.get_input_embeddings().weight.dtype != torch.bfloat16:
         raise DprlhfError("rollout.backend vllm needs policy.dtype: bfloat16, its adapters' type")

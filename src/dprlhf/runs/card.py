@@ -35,11 +35,6 @@ _NEIGHBOURS = {
     "replace-one": "one user's data is replaced by another user's",
 }
 
-_FITTED = {
-    False: "it was not fitted on the users",
-    True: "declared as fitted on the users, at a privacy cost that is not counted here",
-}
-
 _TUNING = {
     None: "not declared; each tuning run on the same users would cost its own ε",
     0: "declared: none on the same users",
@@ -211,7 +206,7 @@ def _origin(source: Source, earlier: Earlier) -> str:
     for record in earlier.records:
         if record.run in runs:
             return f"released by the earlier run {record.name}, whose cost the total counts"
-    return _FITTED[source.trained_on_private_users]
+    return "it was not fitted on the users"
 
 
 def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:

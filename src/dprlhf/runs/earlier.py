@@ -338,7 +338,7 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
                 " under previous, so that its cost is counted (the run's folder, or the model:"
                 f" previous: [{{run: {model}}}])"
             )
-        trained = key.split(".")[0] == recipe.trained_key
+        trained = key.split(".")[0] == "policy"
         if (runs or trained) and is_adapter(model, source.revision):
             raise DprlhfError(
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"

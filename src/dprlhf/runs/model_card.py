@@ -105,8 +105,7 @@ tags:
 def _described(adapter: Adapter) -> str:
     """Return what ``policy/`` holds, in words."""
     kind = str((adapter.peft or {}).get("peft_type"))
-    words = ADAPTERS[adapter.type].description.format(rank=adapter.rank, peft_type=kind)
-    return words.replace("LoRA", "DoRA") if adapter.use_dora else words
+    return ADAPTERS[adapter.type].description.format(rank=adapter.rank, peft_type=kind)
 
 
 def guarantee_sentence(card: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import Recipe
+from dprlhf.recipe import Recipe, Reward
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import sample, without_fillers
@@ -32,7 +32,7 @@ def judge_scorers(
         recipe: The settled recipe.
         policy: The policy, which samples the responses to try them on.
         public: The public prompts of the evaluation.
-        device: Torch device of a classifier.
+        device: Torch device of a judge that is a classifier.
 
     Raises:
         DprlhfError: A judge cannot be loaded, or scores none of the responses.
@@ -40,13 +40,10 @@ def judge_scorers(
     specs = recipe.evaluation.judges if recipe.evaluation is not None else {}
     if not specs or public is None:
         return {}
-    for name, spec in specs.items():
-        if spec.times_column is not None and spec.times_column not in public.columns:
-            raise DprlhfError(
-                f"evaluation.judges.{name}: times_column {spec.times_column!r} is no column of the"
-                f" public rows; their columns are {', '.join(public.columns) or 'none'}"
-            )
-    judges = {n: Scorer([load_reward(s, device=device)], _UNCLIPPED) for n, s in specs.items()}
+    judges = {
+        name: Scorer([load_reward(Reward(function=function), device=device)], _UNCLIPPED)
+        for name, function in specs.items()
+    }
     some = public.first(_TRIED)
     responses = sample(
         policy,

@@ -20,7 +20,7 @@ def resolve_dtype(recipe: R) -> R:
         return recipe
     dtype = str(native_dtype()).removeprefix("torch.")
     trained = recipe.trained.model_copy(update={"dtype": dtype})
-    return cast(R, recipe.model_copy(update={recipe.trained_key: trained}))
+    return cast(R, recipe.model_copy(update={"policy": trained}))
 
 
 def plan_of_run(

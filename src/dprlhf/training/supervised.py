@@ -104,7 +104,7 @@ def reward_modelling(recipe: RewardRecipe, sources: Sources) -> Supervised:
         Pairs(data) if labels is None else Labels(data, labels),
         tokens=data.max_tokens,
         widths=(data.max_tokens, 1),
-        load=lambda: sources.policy or load_reward_model(recipe.model, labels, seed=recipe.seed),
+        load=lambda: sources.policy or load_reward_model(recipe.policy, labels, seed=recipe.seed),
     )
 
 
@@ -270,7 +270,7 @@ class Supervised:
             write_merged(folder, folder.model, prepared.earlier.records)
         except UnmergeableError as error:
             raise DprlhfError(
-                f"{self.recipe.trained_key}.adapter: {error}, so the model for the next stage could"
+                f"policy.adapter: {error}, so the model for the next stage could"
                 " not be written (tried before the first round): choose other target_modules, or"
                 " another type"
             ) from None

@@ -231,11 +231,6 @@ def _number(value: Any) -> float | None:
 
 def _unknown_origin(source: Source, records: Records) -> str | None:
     """Return a sentence if nobody can say what a model that the run starts from was trained on."""
-    if source.trained_on_private_users:
-        return (
-            f"The {source.label} was declared as trained on the same people, at a cost that no"
-            " total counts."
-        )
     if source.key is None or not source.path or source.path.startswith("asset:"):
         return None
     told = f"the {source.label}: released by the earlier run "
