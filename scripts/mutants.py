@@ -72,7 +72,6 @@ COMMON = [
         "test_plan",
         "test_telemetry",
         "test_users",
-        "test_pure",
         "test_correlated_noise",
         "test_card",
         "test_update",

@@ -51,6 +51,7 @@ REMOVED = {
     "use_rslora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_rslora: true, …}}",
     "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
+    "dprlhf privacy selection": "declare the runs on the same users in privacy.tuning_runs",
     "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }

@@ -52,26 +52,6 @@ class TestPrivacy:
         assert 0.609 <= got["epsilon"] <= 0.636
         assert got["epsilon_lower"] <= got["epsilon"]
 
-    def test_rounds_of_the_exponential_mechanism(self) -> None:
-        """A pure round's ε in place of z: a run of them is pure at δ = 0, and cheaper above."""
-        common = ("privacy", "epsilon", "--users", "1000", "--rounds", "100", "--json")
-        pure = (*common, "--round-epsilon", "1")
-        assert answer(*pure, "--delta", "0")["epsilon"] == 1
-        assert answer(*pure, "--delta", "1e-5")["epsilon"] == pytest.approx(0.408, abs=1e-3)
-        replaced = answer(*pure, "--delta", "0", "--adjacency", "replace-one")
-        assert replaced["epsilon"] == 2
-        for wrong in (
-            ("--round-epsilon", "1", "--noise-multiplier", "1"),
-            ("--round-epsilon", "0"),
-        ):
-            done = dprlhf(*common, "--delta", "1e-5", *wrong)
-            assert done.returncode == 2
-            assert "epsilon" in done.stderr
-            assert "Traceback" not in done.stderr
-        nobody = dprlhf(*pure, "--delta", "1e-5", "--users", "2")
-        assert nobody.returncode == 2
-        assert "2 users cannot fill 100 rounds" in nobody.stderr
-
     def test_noise_keeps_within_epsilon(self) -> None:
         got = answer(
             "privacy", "noise", "--users", "23000", "--rounds", "16", "--epsilon", "4", "--delta",
@@ -249,9 +229,6 @@ def test_four_releases_take_twice_the_noise() -> None:
     of = ("privacy", "noise", *fixed, "--epsilon", "4")
     one, four = (called(*of, "--releases-per-round", n)["noise_multiplier"] for n in "14")
     assert four == pytest.approx(2 * one, rel=1e-6)
-    best = ("privacy", "selection", *fixed, "--runs", "10", "--noise-multiplier")
-    one, four = (called(*best, z, "--releases-per-round", n)["epsilon"] for z, n in ("11", "24"))
-    assert four == pytest.approx(one, rel=1e-6)
 
 
 def test_the_version_is_shown() -> None:

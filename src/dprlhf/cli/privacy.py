@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,13 +61,8 @@ def privacy_epsilon(
     rounds: Rounds,
     delta: Delta,
     noise_multiplier: Annotated[
-        float | None,
-        typer.Option(help="z, the noise's standard deviation over the clip norm."),
-    ] = None,
-    round_epsilon: Annotated[
-        float | None,
-        typer.Option(help="In place of z: ε of one ε-DP round, as of the exponential mechanism."),
-    ] = None,
+        float, typer.Option(help="z, the noise's standard deviation over the clip norm.")
+    ],
     partition: Partition = "random-allocation",
     adjacency: Adjacency = None,
     participations: Participations = 1,
@@ -76,39 +71,25 @@ def privacy_epsilon(
     check: Check = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute ε, an upper bound, from the noise multiplier or from the ε of one pure round."""
-    from dprlhf.privacy.plan import check_sizes, make_plan
+    """Compute ε, an upper bound, from the noise multiplier."""
+    from dprlhf.privacy.plan import make_plan
 
-    checked: list[dict[str, Any]] = []
-    if (noise_multiplier is None) == (round_epsilon is None):
-        raise DprlhfError("give one of --noise-multiplier and --round-epsilon")
-    if round_epsilon is not None:
-        if (participations, releases_per_round, bands) != (1, 1, 1):
-            raise DprlhfError(
-                "--round-epsilon is for users with one round, rounds with one answer, and no bands"
-            )
-        if check:
-            raise DprlhfError("--check compares accountants of Gaussian noise: give z")
-        check_sizes(users, rounds)
-        guarantee = _epsilon_of_pure_rounds(round_epsilon, rounds, delta, partition, adjacency)
-    elif noise_multiplier is not None and noise_multiplier > 0:
-        made = make_plan(
-            users=users,
-            rounds=rounds,
-            delta=delta,
-            noise_multiplier=noise_multiplier,
-            partition=partition,
-            adjacency=adjacency,
-            participations=participations,
-            releases_per_round=releases_per_round,
-            bands=bands,
-        )
-        guarantee = made.guarantee
-        checked = _checked(made.mechanism, delta) if check else []
-    else:
+    if not noise_multiplier > 0:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
+    made = make_plan(
+        users=users,
+        rounds=rounds,
+        delta=delta,
+        noise_multiplier=noise_multiplier,
+        partition=partition,
+        adjacency=adjacency,
+        participations=participations,
+        releases_per_round=releases_per_round,
+        bands=bands,
+    )
+    checked = _checked(made.mechanism, delta) if check else []
     _warn_delta(delta, users)
-    _show_epsilon(guarantee, checked, delta, as_json)
+    _show_epsilon(made.guarantee, checked, delta, as_json)
 
 
 def _show_epsilon(
@@ -151,19 +132,6 @@ def _check_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", "", head, *lines]) if lines else ""
 
 
-def _epsilon_of_pure_rounds(
-    round_epsilon: float,
-    rounds: int,
-    delta: float,
-    partition: partitions.Partition,
-    adjacency: relations.Adjacency | None,
-) -> Epsilon:
-    from dprlhf.privacy import pure
-
-    neighbours = adjacency or relations.DEFAULT_ADJACENCY
-    return pure.epsilon(pure.Mechanism(round_epsilon, rounds, partition, neighbours), delta)
-
-
 @privacy.command("noise")
 def privacy_noise(
     users: Users,
@@ -199,77 +167,6 @@ def privacy_noise(
     z, cost = upwards(made.noise_multiplier, 6), upwards(made.guarantee.epsilon, 6)
     text = f"noise multiplier = {z} (epsilon {cost})"
     typer.echo(json.dumps(answer) if as_json else text)
-
-
-@privacy.command("selection")
-def privacy_selection(
-    users: Users,
-    rounds: Annotated[
-        list[int], typer.Option("--rounds", help="T; once, or once for each of the settings.")
-    ],
-    noise_multiplier: Annotated[
-        list[float], typer.Option(help="z of a run; once, or once for each of the settings.")
-    ],
-    delta: Delta,
-    runs: Annotated[float, typer.Option(help="Expected number of runs, E[K].")],
-    eta: Annotated[
-        float, typer.Option(help="Kind of distribution of K: 1 geometric, 0 logarithmic.")
-    ] = 1.0,
-    partition: Annotated[
-        list[str],
-        typer.Option("--partition", help="How users are assigned to rounds; as for --rounds."),
-    ] = ["random-allocation"],  # noqa: B006
-    adjacency: Adjacency = None,
-    participations: Participations = 1,
-    releases_per_round: Releases = 1,
-    draw: Annotated[bool, typer.Option("--draw", help="Draw K, which must stay secret.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compute ε of the best of a random, secret number K of runs.
-
-    Each run takes its settings at random from a list, and is scored by what it releases. Give the
-    noise, rounds and partition of each of the list that differ: no one of them stands for all.
-    Nothing but the best run may be shown to anybody: not K, the other runs, or how long all took.
-    """
-    from dprlhf.privacy.gaussian import upwards
-    from dprlhf.privacy.plan import json_ready, make_plan
-    from dprlhf.privacy.selection import Repetitions, selection_cost
-
-    count = max(len(noise_multiplier), len(rounds), len(partition))
-    if not {len(noise_multiplier), len(rounds), len(partition)} <= {1, count}:
-        raise DprlhfError(
-            "--noise-multiplier, --rounds and --partition: give each once, or once for each of the"
-            " settings"
-        )
-    plans = [
-        make_plan(
-            users=users,
-            rounds=rounds[i % len(rounds)],
-            delta=delta,
-            noise_multiplier=noise_multiplier[i % len(noise_multiplier)],
-            partition=cast(partitions.Partition, partition[i % len(partition)]),
-            adjacency=adjacency,
-            participations=participations,
-            releases_per_round=releases_per_round,
-        )
-        for i in range(count)
-    ]
-    _warn_delta(delta, users)
-    repetitions = Repetitions.with_mean(runs, eta)
-    cost = selection_cost([plan.mechanism for plan in plans], repetitions, delta)
-    drawn = repetitions.draw() if draw else None
-    if as_json:
-        answer = {"epsilon": cost.epsilon, "one_run": cost.one_run, "gamma": repetitions.gamma}
-        typer.echo(json.dumps(json_ready({**answer, "eta": eta, "delta": delta, "runs": drawn})))
-        return
-    typer.echo(
-        f"best of K runs, E[K] = {runs:g} (eta = {eta:g}, gamma = {repetitions.gamma:.6g}):"
-        f" epsilon = {upwards(cost.epsilon, 6)} at delta = {delta:g}; one run:"
-        f" {upwards(cost.one_run, 6)}"
-    )
-    typer.echo("it holds only if K, the other runs and the total time stay secret")
-    if drawn is not None:
-        typer.echo(f"K = {drawn}")
 
 
 @privacy.command("total")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import yaml
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, dump_recipe, load_recipe
-from dprlhf.tuning.recipe_file import changed_text, comment
+from dprlhf.recipe.loading import read_settings
 from dprlhf.tuning.tried import Tried, Tuned
 
+_WIDTH = 98
 _SHOWN = 6
 """The most values of a key whose rewards are listed."""
 _NEAR = 0.9
@@ -21,7 +23,7 @@ _NEAR = 0.9
 
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
-    """Write the tuned recipe; the text of the given one is kept where nothing changed.
+    """Write the tuned recipe: the keys of the given one, with other values where some are better.
 
     Args:
         tuned: The result of a search.
@@ -41,8 +43,11 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         changes["update"] = _update_section(tuned, source, keys)
         of_update = [notes.pop(key) for key in list(notes) if key.startswith("update.")]
         notes["update"] = "\n".join(of_update)
-    head = comment(header(tuned))
-    text = head + changed_text(source.read_text("utf-8"), changes, notes)
+    head = "".join(_comment(text) for text in (header(tuned), *notes.values()))
+    settings = read_settings(source)
+    for key, value in changes.items():
+        _put(settings, key.split("."), value)
+    text = head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     if _read(text) != tuned.recipe:  # a spelling of YAML's
         text = head + dump_recipe(tuned.recipe)
     try:
@@ -50,6 +55,22 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DprlhfError(f"{output}: could not be written ({error.strerror})") from None
+
+
+def _comment(text: str) -> str:
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _put(node: Any, path: Sequence[str], value: Any) -> None:
+    """Set the value at a path of keys and indices, whose last sections may be missing."""
+    first = int(path[0]) if isinstance(node, list) else path[0]
+    if len(path) == 1:
+        node[first] = value
+        return
+    if isinstance(node, dict) and not isinstance(node.get(first), dict | list):
+        node[first] = {}
+    _put(node[first], path[1:], value)
 
 
 def header(tuned: Tuned) -> str:
@@ -103,7 +124,7 @@ def note(tuned: Tuned, own: Recipe, key: str) -> str:
     told = "; ".join(f"{json.dumps(v)}: {best[json.dumps(v)]}" for v in ordered)
     left = len(best) - len(found)
     more = f"; and {left} more that did worse" if left else ""
-    return f"Tuned: was {json.dumps(_plain(own, key))}. Best reward with each value: {told}{more}."
+    return f"{key}: was {json.dumps(_plain(own, key))}. Best reward with each value: {told}{more}."
 
 
 def _update_section(tuned: Tuned, source: Path, overridden: Sequence[str]) -> dict[str, Any]:
