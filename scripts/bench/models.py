@@ -106,7 +106,6 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
         max_new_tokens=response,
-        max_prompt_tokens=prompt,
         num_generations=each,
     )
 
@@ -114,4 +113,6 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
 def a_row_a_user(batch: Responses) -> Responses:
     """Return the same rows, each of them a user: what Opacus clips."""
     rows = len(batch.user)
-    return replace(batch, user=np.arange(rows), users=rows, num_generations=1)
+    own = np.arange(rows)
+    grid = own.reshape(-1, 1, 1)
+    return replace(batch, user=own, users=rows, grid=grid, num_generations=1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.agents import Agent, AgentSampler, check_apart, check_fresh, steps_of
+from dprlhf.agents import Agent, AgentSampler, check_apart, check_fresh
 from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
 from dprlhf.agents.rewards import environment_reward, environment_rewards
@@ -189,18 +189,6 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert int(own.min()) >= 1
     last = responses.response_mask.sum(1) - 1
     assert bool((responses.policy_mask[range(len(last)), last] == 1).all())
-
-
-def test_the_steps_of_a_later_turn_hold_every_response_that_the_width_can_have() -> None:
-    from dprlhf.rollout import padded_width
-
-    for prompt, response in [(20, 48), (16, 7), (100, 33), (5, 5)]:
-        for own in range(1, prompt + 1):
-            for given in range(1, response):
-                width = int(padded_width(own + given, prompt + response))
-                steps = steps_of(width, prompt, response)
-                assert min(response, response - given) <= steps <= response
-                assert own + given + steps <= prompt + response + 15 + 1
 
 
 # --- environments -------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
         ({"rollout__agent": {}}, "give tools, an environment or both"),
         ({"rollout__agent": {"tools": ["helpers.agents:missing"]}}, "has no 'missing'"),
         ({"rollout__agent": {"tools": ["helpers.agents:CALLS"]}}, "not a callable"),
-        ({"tools": [agents.add], "rollout__max_new_tokens": 205}, "more than the 256 positions"),
+        ({"tools": [agents.add], "rollout__max_new_tokens": 220}, "more than the 256 positions"),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -375,7 +375,9 @@ def test_clipping_rows_in_place_of_users_is_found(
         from dprlhf.boundary import Private, open_private
 
         held = open_private(self.responses)
-        split = dataclasses.replace(held, user=np.arange(len(held.user)), users=len(held.user))
+        own = np.arange(len(held.user))
+        grid = own.reshape(-1, 1, 1)
+        split = dataclasses.replace(held, user=own, users=len(own), grid=grid, num_generations=1)
         kept, self.responses = self.responses, Private(split)
         monkeypatch.setattr(PrivateRound, "_extra", lambda _: Private(np.zeros((split.users, 2))))
         try:

@@ -7,23 +7,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Released
-from dprlhf.gradients.micro_batches import micro_batches
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.rewards import Scores
 from dprlhf.testing import check_update
 from dprlhf.testing.update import TIGHT
 from dprlhf.training.reinforcement import Result
 from dprlhf.updates import UPDATES
-from helpers.batches import Shape, batch_of
 from helpers.marks import slow
-from helpers.rounds import some_users, value_of
+from helpers.rounds import value_of
 from helpers.runs import save_sharp, train
 
 LEARNS: dict[str, dict[str, Any]] = {
@@ -70,25 +66,6 @@ def test_every_update_has_settings_for_this_contract() -> None:
 
 
 # --- one round -----------------------------------------------------------------------------------
-
-
-def test_the_shape_of_a_users_micro_batch_does_not_depend_on_the_others() -> None:
-    """Or one user more would change how the others' contributions round."""
-    responses = batch_of(Shape([[3], [5], [20], [4], [4]], k=4, length=4), 0)
-    scores = Scores(np.zeros(20), np.ones(20, dtype=bool), {})
-
-    def shapes(users: list[int]) -> dict[int, tuple[int, int]]:
-        chosen, _ = some_users(responses, scores, users)
-        return {
-            users[u]: (batch.size, batch.width)
-            for batch in micro_batches(chosen, 8)
-            for u in batch.users
-        }
-
-    everybody = shapes([0, 1, 2, 3, 4])
-    for user in range(5):
-        assert shapes([user])[user] == everybody[user]
-    assert len(set(everybody.values())) == 2  # two widths
 
 
 @pytest.mark.slow

@@ -76,7 +76,6 @@ def test_a_step_is_that_of_the_package(example: Any, users: int) -> None:
         prompts=Prompts([""] * users, np.arange(users), np.arange(users), {}),
         users=users,
         max_new_tokens=example.RESPONSE,
-        max_prompt_tokens=example.PROMPT,
         num_generations=2,
     )
     valid = np.ones(2 * users, dtype=bool)

@@ -174,10 +174,12 @@ def test_both_engines_agree(trained: str, rows: int | None) -> None:
     for reason in (None, "as a test asks"):
         policy.one_user_a_pass = reason
         parts: dict[int, list[torch.Tensor]] = {}
-        for users, gradients, _ in user_gradients(
+        for users, _, gradients, _ in user_gradients(
             policy, responses, weights_of(responses), batch_size=6, rows=rows
         ):
             for place, user in enumerate(users.tolist()):
+                if user < 0:
+                    continue
                 parts.setdefault(user, []).append(gradients[place])
         each = [torch.cat(parts[user]) for user in range(responses.users)]
         sums = summed(policy, responses)
@@ -201,7 +203,7 @@ def test_alone_no_other_user_moves_a_users_gradient_by_a_bit() -> None:
         )
         rows.tokens[other] = noise[other]
         of_users = user_gradients(policy, rows, weights_of(rows), batch_size=4, rows=None)
-        found.append({int(users[0]): gradients for users, gradients, _ in of_users})
+        found.append({int(users[0]): gradients for users, _, gradients, _ in of_users})
     assert torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][0], found[1][0])  # the others did change
 

@@ -256,8 +256,14 @@ def test_user_gradients_are_those_of_parts_of_a_user(trained: str, rows: int) ->
     responses = batch_of(Shape([[3, 1], [2, 6], [20, 2], [5]], k=4, length=3), seed=3)
     weights = weighted_of(responses, seed=4).weights
     seen = []
-    for users, gradients, _ in user_gradients(policy, responses, weights, batch_size=16, rows=rows):
-        for user, of_user in zip(users, gradients, strict=True):
+    for users, first, gradients, _ in user_gradients(
+        policy, responses, weights, batch_size=16, rows=rows
+    ):
+        for user, starts, every in zip(users, first, gradients, strict=True):
+            of_user = every[starts >= 0]
+            assert not every[starts < 0].any()
+            if user < 0:
+                continue
             own = np.flatnonzero(responses.user == user)
             assert of_user.shape == (len(own) // rows, policy.dimension)
             for part, gradient in zip(own.reshape(-1, rows), of_user, strict=True):
@@ -276,14 +282,16 @@ def test_a_user_with_many_rows_takes_passes_of_one_shape(
     """A larger batch for that user alone could run out of memory, at each resume again."""
     responses = batch_of(Shape([[3], [4], [5] * 64], k=k, length=4), seed=0)
     batches = list(micro_batches(responses, batch_size))
-    parts = [part for batch in batches for part in batch.parts()]
+    parts = [part for batch in batches for part in batch.passes()]
     assert max(part.height for part in parts) <= batch_size
     of_many = [part for part in parts if 2 in part.users]
-    assert {(part.height, part.size, part.width) for part in of_many} == {(height, 1, 5)}
-    rows = np.concatenate([part.rows for part in of_many])
+    assert {(part.height, len(part.users)) for part in of_many} == {(height, 1)}
+    rows = np.concatenate([part.rows[part.rows >= 0] for part in of_many])
     np.testing.assert_array_equal(rows, np.flatnonzero(responses.user == 2))
     for part in of_many:  # a pass has whole prompts, or an equal part of one
-        assert set(np.bincount(responses.prompt[part.rows])) - {0} == {min(k, height)}
+        assert set(np.bincount(responses.prompt[part.rows[part.rows >= 0]])) - {0} == {
+            min(k, height)
+        }
 
 
 @pytest.mark.parametrize("trained", ["lora", "full"])
@@ -330,7 +338,7 @@ def test_gradient_checkpointing_changes_nothing(
     first = next(m for n, m in policy.model.named_modules() if n.endswith("attn"))
     first.register_forward_hook(count)
     assert torch.equal(run(policy, weighted, 1.0).bounded.total, expected)
-    passes = sum(batch.passes for batch in micro_batches(weighted.responses, 4))
+    passes = sum(len([*batch.passes()]) for batch in micro_batches(weighted.responses, 4))
     assert forwards[0] == 2 * passes  # it was on
 
 
@@ -345,7 +353,7 @@ def test_under_bfloat16_norms_factors_and_sums_are_float32_or_wider(
     responses = batch_of(Shape([[3, 1], [2, 6], [5, 4]], k=2, length=4), seed=3)
     weighted = weighted_of(responses, seed=4)
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        ((_, parts, _),) = user_gradients(
+        ((_, _, parts, _),) = user_gradients(
             policy, responses, weighted.weights, batch_size=12, rows=4
         )
         result = run(policy, weighted, 1.0, batch_size=12)
@@ -575,7 +583,6 @@ def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
         prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
         users=0,
         max_new_tokens=2,
-        max_prompt_tokens=1,
     )
     result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), clip_norm)
     assert result.bounded.total.shape == (policy.dimension + 2,)
@@ -687,7 +694,7 @@ def clipping_rows(policy: CausalLMPolicy, weighted: Weighted, clip_norm: float) 
     """Wrong: what a library does that takes each response for an example."""
     responses = weighted.responses
     rows = len(responses.user)
-    split = dataclasses.replace(responses, user=np.arange(rows), users=rows)
+    split = dataclasses.replace(responses, user=np.arange(rows), users=rows, grid=np.empty(0))
     extra = np.zeros((rows, weighted.extra.shape[1]))
     extra[np.unique(responses.user, return_index=True)[1]] = weighted.extra
     return right(policy, dataclasses.replace(weighted, responses=split, extra=extra), clip_norm)
@@ -714,6 +721,7 @@ def without(weighted: Weighted, user: int) -> Weighted:
         from_base=responses.from_base[rows],
         texts=[""] * len(rows),
         users=len(kept),
+        grid=np.empty(0),
     )
     return Weighted(fewer, weighted.weights[rows], weighted.extra[kept], weighted.extra_norm)
 

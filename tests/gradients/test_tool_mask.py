@@ -46,7 +46,7 @@ def test_the_gradient_is_that_of_the_policys_own_tokens(kind: tiny.Kind, batch_s
     policy, responses = policy_of(kind), with_tools(SHAPE, 3)
     weights = np.random.default_rng(1).normal(size=len(responses.user))
     found = {}
-    for users, gradients, _ in user_gradients(
+    for users, _, gradients, _ in user_gradients(
         policy, responses, weights, batch_size=batch_size, rows=None
     ):
         found |= dict(zip(users.tolist(), gradients[:, 0], strict=True))

@@ -55,7 +55,6 @@ def batch_of(
         prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
         users=len(shape.prompts),
         max_new_tokens=shape.length,
-        max_prompt_tokens=max(lengths),
         num_generations=copies or shape.k,
     )
 

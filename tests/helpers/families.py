@@ -149,7 +149,7 @@ def sampled_logprobs(
     draws = torch.rand((len(prompts), 1, LENGTH), dtype=torch.float64, generator=generator)
     seen: list[torch.Tensor] = []
     responses = decode(
-        made, prompts, draws, size=4, width=WIDTH,
+        made, prompts, draws, width=WIDTH,
         watch=lambda logits: seen.append(logits.float().log_softmax(1)),
     )  # fmt: skip
     return [
@@ -183,7 +183,7 @@ def gradients(made: CausalLMPolicy) -> tuple[torch.Tensor, torch.Tensor]:
     responses = batch_of(Shape([[5, 9], [1]], k=2, length=6), seed=3, copies=1)
     weights = np.cos(np.arange(len(responses.user)))
     found = torch.zeros(2, made.dimension, dtype=torch.float64)
-    for users, of_users, _ in user_gradients(made, responses, weights, batch_size=4, rows=None):
-        found[users] = of_users[:, 0].double()
+    for users, _, of_users, _ in user_gradients(made, responses, weights, batch_size=4, rows=None):
+        found[users[users >= 0]] = of_users[users >= 0, 0].double()
     truth = [gradient_of_user(made, responses, weights, user) for user in range(2)]
     return found, torch.stack(truth)

@@ -112,12 +112,15 @@ def set_parameters(policy: CausalLMPolicy, flat: torch.Tensor) -> None:
 
 
 def some_users(
-    responses: Responses, scores: Scores, users: Sequence[int]
+    responses: Responses, scores: Scores, users: Sequence[int], *, in_place: bool = False
 ) -> tuple[Responses, Scores]:
-    """The same round with these of its users only."""
+    """The same round with these of its users only; or all in place, and the others blank."""
     rows = np.flatnonzero(np.isin(responses.user, users))
     prompts, owner = np.unique(responses.prompt[rows], return_inverse=True)
     held = responses.prompts
+    own = responses.user[rows]
+    number = np.full(len(responses.user) + 1, -1)  # the last one for places without a row
+    number[rows] = np.arange(len(rows))
     fewer = Prompts(
         [held.prompts[p] for p in prompts], held.users[prompts], held.slots[prompts], {}
     )
@@ -126,11 +129,12 @@ def some_users(
         tokens=responses.tokens[rows],
         mask=responses.mask[rows],
         prompt=owner,
-        user=np.searchsorted(np.sort(users), responses.user[rows]),
+        user=own if in_place else np.searchsorted(np.sort(users), own),
         from_base=responses.from_base[rows],
         tool_mask=None if responses.tool_mask is None else responses.tool_mask[rows],
         texts=[""] * len(rows),
         prompts=fewer,
-        users=len(users),
+        users=responses.users if in_place else len(users),
+        grid=number[responses.grid] if in_place else np.empty(0),
     )
     return chosen, scores.take(rows)

@@ -201,7 +201,7 @@ def test_a_tokenizer_without_special_tokens_is_refused() -> None:
 def test_an_adapted_embedding_still_says_how_large_it_is() -> None:
     policy = made("gpt2", type="lora", target_modules=["wte", "c_attn"])
     assert policy.shared_rows(4, 16, 8) == made("gpt2").shared_rows(4, 16, 8)
-    rows = made_up_responses(policy, [0], rows=2, num_generations=2, width=16, longest=16, length=4)
+    rows = made_up_responses(policy, [0], rows=2, num_generations=2, width=16, length=4)
     assert rows.tokens.max() < 257
 
 

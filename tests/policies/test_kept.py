@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import accelerate.hooks
@@ -69,14 +70,19 @@ def sampled(
     size: int = 8,
     keep: Any = "gradients",
     length: int = LENGTH,
+    absent: int | None = None,
 ) -> Responses:
     prompts = in_memory_prompts(texts)
     users = np.array([0, 0, *range(1, len(texts) - 1)])  # the first user has two prompts
     slots = np.array([0, 1, *[0] * (len(texts) - 2)])
     rollout = {"responses": K, "max_new_tokens": length, "temperature": 0.7, "batch_size": size}
+    asked = Prompts(prompts.prompts, users, slots, {})
+    if absent is not None:
+        asked = replace(asked, round_users=np.unique(users), prompts_a_user=2)
+        asked = asked.take(np.flatnonzero(users != absent))
     return sample(
         policy,
-        Prompts(prompts.prompts, users, slots, {}),
+        asked,
         recipe.Rollout.model_validate(rollout),
         key=bytes(32),
         context=("test", 1),
@@ -90,10 +96,12 @@ def without(rows: Responses) -> Responses:
 
 
 def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch.Tensor, Any]:
-    weights = np.random.default_rng(3).standard_normal((len(rows.user), rows.max_new_tokens))
+    owners = zip(rows.user.tolist(), rows.prompts.slots[rows.prompt].tolist(), strict=True)
+    seeds = [(3, *owner, n % K) for n, owner in enumerate(owners)]
+    weights = [np.random.default_rng(s).standard_normal(rows.max_new_tokens) for s in seeds]
     found = clipped_sum(
         policy,
-        Private(Weighted(rows, weights, np.zeros((rows.users, 0)), 0.0)),
+        Private(Weighted(rows, np.array(weights), np.zeros((rows.users, 0)), 0.0)),
         clip_norm=0.2,
         batch_size=size,
         reduce=lambda total: total,
@@ -275,13 +283,16 @@ def test_other_users_move_no_bit_of_a_users_gradient() -> None:
     policy = policy_of("llama", [1, 2])
     policy.model.float()
 
-    def norms(texts: list[str]) -> Any:
-        rows = sampled(policy, texts, size=16)
+    def norms(absent: int) -> Any:
+        rows = sampled(policy, size=16, absent=absent)
         assert rows.kept is not None
         return sums(policy, rows, 8)[1]
 
-    alone, together = norms(TEXTS[:3]), norms(TEXTS)
-    np.testing.assert_array_equal(alone, together[:2])
+    everyone = norms(99)
+    for absent in range(len(everyone)):
+        found = norms(absent)
+        assert found[absent] == 0
+        np.testing.assert_array_equal(np.delete(found, absent), np.delete(everyone, absent))
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -291,8 +302,8 @@ def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, l
     assert policy.shared_rows(K, columns, length) == K
     update = recipe.GRPO(batch_size=2 * K)
     shapes = Shapes(columns, length, K, K, 1, update)
-    plain = gradients_of(policy, shapes, range(2), columns)
-    found = gradients_of(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2), columns)
+    plain = gradients_of(policy, shapes, range(2))
+    found = gradients_of(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2))
     for ours, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

@@ -189,7 +189,8 @@ def logits_of_steps(
     monkeypatch.setattr(policy, "end_tokens", [])
     hook = policy.model.register_forward_hook(note)
     try:
-        found = decode(policy, prompts, draws[: len(prompts)], size=size, width=PROMPT)
+        fillers = [None] * (size - len(prompts))
+        found = decode(policy, [*prompts, *fillers], draws[:size], width=PROMPT)
     finally:
         hook.remove()
     return found, torch.stack(seen, 1)[: 4 * len(prompts)]

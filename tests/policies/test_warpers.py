@@ -201,7 +201,9 @@ def test_each_users_gradient_is_that_of_autograd(sampling: Sampling, kind: Any) 
     responses = draw(policy, five())
     weights = np.random.default_rng(0).normal(size=len(responses.user))
     found = {}
-    for users, gradients, _ in user_gradients(policy, responses, weights, batch_size=4, rows=None):
+    for users, _, gradients, _ in user_gradients(
+        policy, responses, weights, batch_size=4, rows=None
+    ):
         found.update(zip(users.tolist(), gradients[:, 0], strict=True))
     for user in range(responses.users):
         truth = gradient_of_user(policy, responses, weights, user)
@@ -221,7 +223,7 @@ def test_a_users_gradient_has_the_same_bits_without_the_others(
         weights = np.arange(1.0, len(responses.user) + 1)
         given_ = user_gradients(policy, responses, weights, batch_size=8, rows=None)
         found.append({})
-        for users, gradients, _ in given_:
+        for users, _, gradients, _ in given_:
             found[-1].update(zip(users.tolist(), gradients[:, 0].clone(), strict=True))
     assert torch.equal(found[0][0], found[1][0])
     assert float(found[0][0].norm()) > 0
@@ -232,7 +234,7 @@ def test_the_gradient_is_the_difference_quotient(sampling: Sampling) -> None:
     policy = with_sampling(sampling)
     responses = draw(policy, five(2))
     ones = np.ones(len(responses.user))
-    [(_, gradients, _)] = list(user_gradients(policy, responses, ones, batch_size=8, rows=None))
+    [(_, _, gradients, _)] = list(user_gradients(policy, responses, ones, batch_size=8, rows=None))
     gradient = gradients.sum((0, 1))
     random = torch.Generator().manual_seed(3)
     direction = torch.randn(policy.dimension, generator=random, dtype=torch.float64)
@@ -283,7 +285,7 @@ def test_tokens_are_drawn_from_the_stated_distribution(sampling: Sampling) -> No
     policy = with_sampling(sampling)
     uniforms = torch.from_numpy(np.random.default_rng(5).random((1, 3000, 2)))
     [ids] = policy.encode(["abc"], 16)
-    drawn = decode(policy, [ids], uniforms, size=1, width=16)
+    drawn = decode(policy, [ids], uniforms, width=16)
     first = np.array([response[0] for response in drawn])
     likeliest = int(np.bincount(first).argmax())
     second = [response[1] for response in drawn if response[0] == likeliest and len(response) > 1]

@@ -58,21 +58,20 @@ def test_decoding_samples_the_same(responses: int, monkeypatch: pytest.MonkeyPat
         tiny.model("llama").double(), tiny.tokenizer(), Adapter(type="lora", rank=1)
     )
     assert policy.shared_cache(responses, 12, 6) == responses
-    prompts = [[5, 6, 7], list(range(1, 13)), [9]]
-    uniforms = torch.rand(3, responses, 6, generator=torch.Generator().manual_seed(3)).double()
+    prompts = [[5, 6, 7], list(range(1, 13)), [9], None]
+    uniforms = torch.rand(4, responses, 6, generator=torch.Generator().manual_seed(3)).double()
     made = []
 
     def watched(cache: DynamicCache, more: int) -> None:
         reserve(cache, more)
         made.append(cache)
 
-    sizes = {"size": 4, "width": 12}
     monkeypatch.setattr(decoding, "reserve", watched)
-    found = decoding.decode(policy, prompts, uniforms, **sizes)
+    found = decoding.decode(policy, prompts, uniforms, width=12)
     monkeypatch.setattr(decoding, "reserve", lambda cache, more: None)
-    assert found == decoding.decode(policy, prompts, uniforms, **sizes)
+    assert found == decoding.decode(policy, prompts, uniforms, width=12)
     assert made
     assert isinstance(made[0].layers[0], ReservedLayer)
     monkeypatch.setattr(decoding, "reserve", lambda cache, more: reserve(cache, 1))
     with pytest.raises(ValueError, match="reserved"):
-        decoding.decode(policy, prompts, uniforms, **sizes)
+        decoding.decode(policy, prompts, uniforms, width=12)

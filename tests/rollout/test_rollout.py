@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -40,7 +41,8 @@ from dprlhf.rollout import (
     without_fillers,
 )
 from dprlhf.rollout.decoding import bytes_per_row, decode, inverse_cdf
-from helpers import tiny
+from dprlhf.rollout.logprobs import token_logprobs
+from helpers import kernels, tiny
 from helpers.marks import slow
 from helpers.sampled import (
     EOS,
@@ -136,82 +138,92 @@ def test_a_responses_repr_quotes_nobody() -> None:
 
 def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
     responses = draw(policy_of(), five())
-    chosen = np.array([0, 4, 7])  # prompts of 1, 6 and 2 tokens
-    assert responses.widths[chosen].tolist() == [16, 16, 16]
-    for width in (16, 32):
-        tokens, mask = responses.micro_batch(chosen, width, 5)
-        assert tokens.shape == mask.shape == (5, width + responses.max_new_tokens)
-        assert torch.equal(tokens[:3, -8:], responses.tokens[chosen, -8:])
-        assert mask[:3].sum() == responses.mask[chosen].sum()
-        assert mask[3:].sum(1).tolist() == [1 + responses.max_new_tokens] * 2
+    chosen = np.array([0, -1, 4, 7, -1])  # prompts of 1, 6 and 2 tokens
+    real = chosen >= 0
+    tokens, mask = responses.micro_batch(chosen)
+    assert tokens.shape == mask.shape == (5, responses.width + responses.max_new_tokens)
+    assert torch.equal(tokens[real], responses.tokens[chosen[real]])
+    assert mask[real].sum() == responses.mask[chosen[real]].sum()
+    assert mask[~real].sum(1).tolist() == [1 + responses.max_new_tokens] * 2
+    assert responses.policy_micro_batch(chosen)[~real].sum() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
-@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
+OWNERS = [0, 0, 1, 2, 2, 3, 4, 4, 5]  # of prompts; up to two of each user
+
+
+def neighbours(
+    policy: CausalLMPolicy, absent: list[int], k: int = 2, **changes: Any
+) -> tuple[dict[tuple[int, int, int], list[int]], list[torch.Tensor]]:
+    """A round of six users with some of them blank: what it samples, and what each contributes."""
+    texts: list[Prompt] = [f"p{i}" * (1 + i % 4) for i in range(len(OWNERS))]
+    texts[3] = "a much longer prompt " * 2
+    given = [n for n, owner in enumerate(OWNERS) if owner not in absent]
+    slots = [OWNERS[:n].count(owner) for n, owner in enumerate(OWNERS)]
+    prompts = dataclasses.replace(
+        prompts_of(
+            [texts[n] for n in given], [OWNERS[n] for n in given], [slots[n] for n in given]
+        ),
+        round_users=np.arange(6)[::-1],
+        prompts_a_user=2,
+    )
+    responses = draw(
+        policy, prompts, responses=k, batch_size=4 * k, max_prompt_tokens=64, **changes
+    )
+    assert responses.width == 64
+    seen = answers(responses)
+    weights = np.cos([hash(key) % 97 for key in seen])
+    found = [torch.empty(0)] * 6
+    logprobs = token_logprobs(policy, responses, 4 * k)
+    for users, _, gradients, _ in user_gradients(
+        policy, responses, weights, batch_size=4 * k, rows=k
+    ):
+        for user, gradient in zip(users.tolist(), gradients, strict=True):
+            if user >= 0:
+                own = torch.from_numpy(logprobs[responses.user == user])
+                found[5 - user] = torch.cat([gradient.flatten().double(), own.flatten()])
+    return seen, found
+
+
 @pytest.mark.parametrize(
-    ("count", "absent", "longest"),
-    [(18, 0, True), (18, 3, True), (18, 17, True), (16, 2, False)],
+    ("kernel", "kind", "dtype", "k", "changes"),
+    [
+        (None, "gpt2", torch.bfloat16, 2, {}),
+        (None, "llama", torch.float32, 8, {}),  # all behind one copy of their prompt
+        (kernels.by_place, "gpt2", torch.float32, 2, {"base_policy": "reference"}),
+        (kernels.by_place, "llama", torch.float32, 8, {}),
+        (kernels.by_shape, "gpt2", torch.float32, 2, {}),
+        slow(kernels.by_shape, "llama", torch.bfloat16, 2, {}),
+        slow(kernels.by_place, "llama", torch.bfloat16, 2, {"cuda_graphs": True}),
+    ],
 )
-def test_one_user_moves_nobody_else_not_even_by_rounding(
-    dtype: torch.dtype, attention: str, count: int, absent: int, longest: bool
+def test_a_blank_user_moves_nobody_else_not_even_by_rounding(
+    kernel: Any, kind: tiny.Kind, dtype: torch.dtype, k: int, changes: dict[str, Any]
 ) -> None:
     """The sensitivity is a statement about real numbers; the others must stay bit for bit.
 
-    Micro-batches whose width or height depends on who is in them fail this: the absent user has
-    the longest prompt of all, or leaves a micro-batch that was full.
+    The blank user has the longest prompt of all, or leaves a micro-batch that was full, or a whole
+    one empty. On a kernel that rounds by place or by shape, a row that moves up would show.
     """
-    policy = policy_of(dtype=dtype)
-    policy.model.set_attn_implementation(attention)
-    texts = [f"p{i}" * (i % 4) for i in range(count)]
-    if longest:
-        texts[absent] = "a much longer prompt " * 2
-    users = np.arange(count)
-
-    def contributions(keep: NDArray[np.int64]) -> tuple[Any, torch.Tensor]:
-        prompts = prompts_of([texts[i] for i in keep], keep.tolist())
-        responses = draw(policy, prompts, batch_size=8, max_prompt_tokens=64)
-        assert (len(set(responses.widths)) > 1) == (longest and absent in keep)
-        assert policy.shared_rows(responses.num_generations, 16, responses.max_new_tokens) == 2
-        weights = np.cos(2 * np.repeat(keep, 2) + np.tile([0, 1], len(keep)))
-        found = [
-            (users, of_users.flatten(1).clone())
-            for users, of_users, _ in user_gradients(
-                policy, responses, weights, batch_size=8, rows=2
-            )
-        ]
-        order = np.argsort(np.concatenate([u for u, _ in found]))
-        return responses.texts, torch.cat([g for _, g in found])[order]
-
-    all_texts, everyone = contributions(users)
-    fewer_texts, fewer = contributions(np.delete(users, absent))
-    assert fewer_texts == [t for i, t in enumerate(all_texts) if i // 2 != absent]
-    others = torch.from_numpy(np.delete(users, absent))
-    assert everyone.abs().max() > 0
-    assert torch.equal(everyone[others], fewer)
+    policy = policy_of(kind, dtype)
+    kernels.attach(policy, kernel)
+    everyone, whole = neighbours(policy, [], k, **changes)
+    for absent in ([0], [2], [5], [1, 2], [3, 4, 5]):
+        seen, found = neighbours(policy, absent, k, **changes)
+        assert seen == {key: tokens for key, tokens in everyone.items() if key[0] not in absent}
+        for user in range(6):
+            if user in absent:
+                assert not len(found[user])
+            else:
+                assert float(whole[user].abs().max()) > 0
+                assert torch.equal(found[user], whole[user])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_with_many_responses_too_nobody_moves_anothers_bits(kind: tiny.Kind) -> None:
-    """Eight responses share their prompt's keys and values, and its pass in the update."""
-    policy, k = policy_of(kind, torch.float32), 8
-    texts = ["p", "another prompt of some length", "xyz", "a prompt", "of five"]
-
-    def contributions(keep: list[int]) -> tuple[list[str], torch.Tensor]:
-        prompts = prompts_of([texts[i] for i in keep], keep)
-        responses = draw(policy, prompts, responses=k, batch_size=16, max_prompt_tokens=64)
-        weights = np.cos(2 * np.repeat(keep, k) + np.tile(np.arange(k), len(keep)))
-        found = torch.zeros(len(keep), policy.dimension)
-        for users, parts, _ in user_gradients(policy, responses, weights, batch_size=16, rows=k):
-            found[users] = parts[:, 0]
-        return responses.texts, found
-
-    assert policy.shared_cache(k, 16, 6) == 4
-    assert policy.shared_rows(k, 16, 6) == k
-    all_texts, everyone = contributions([0, 1, 2, 3, 4])
-    for keep in ([0, 2, 3, 4], [3], [1, 2]):
-        own_texts, own = contributions(keep)
-        assert own_texts == [all_texts[k * user + i] for user in keep for i in range(k)]
-        assert torch.equal(everyone[keep], own)
+def test_a_kernel_that_looks_at_other_rows_moves_them() -> None:
+    """Negative control of the test above: this one is for the check at the start to refuse."""
+    policy = policy_of("gpt2", torch.float32)
+    kernels.attach(policy, kernels.by_contents)
+    (_, whole), (_, found) = neighbours(policy, []), neighbours(policy, [2])
+    assert not all(torch.equal(found[user], whole[user]) for user in (0, 1, 3, 4, 5))
 
 
 def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
@@ -272,9 +284,9 @@ def test_a_private_micro_batch_is_as_large_with_fewer_users(
 ) -> None:
     sizes: list[int] = []
 
-    def watched(*args: Any, size: int, **settings: Any) -> Any:
-        sizes.append(size)
-        return decoding.decode(*args, size=size, **settings)
+    def watched(policy: Any, prompts: Any, *args: Any, **settings: Any) -> Any:
+        sizes.append(len(prompts))
+        return decoding.decode(policy, prompts, *args, **settings)
 
     monkeypatch.setattr(sampling, "decode", watched)
     for count in (1, 2, 5):
@@ -289,7 +301,7 @@ def test_a_model_that_keeps_no_keys_and_values_is_refused_by_name() -> None:
     policy = make_policy(OpenAIGPTLMHeadModel(config), tiny.tokenizer(), adapter)
     uniforms = torch.full((1, 2, 3), 0.5, dtype=torch.float64)
     with pytest.raises(DprlhfError, match="OpenAIGPTLMHeadModel returns no keys and values"):
-        decode(policy, [[1, 2]], uniforms, size=1, width=4)
+        decode(policy, [[1, 2]], uniforms, width=4)
 
 
 def test_no_users_no_responses() -> None:

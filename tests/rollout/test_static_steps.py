@@ -26,7 +26,7 @@ WIDTH, SIZE, NEW = 12, 4, 6
 PROMPTS = [[5, 6, 7], list(range(1, 13)), [9]]
 
 
-def uniforms(responses: int, seed: int = 3, prompts: int = 3) -> torch.Tensor:
+def uniforms(responses: int, seed: int = 3, prompts: int = SIZE) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
     return torch.rand(prompts, responses, NEW, generator=random, dtype=torch.float64)
 
@@ -35,7 +35,7 @@ def decoded(
     policy: CausalLMPolicy, draws: torch.Tensor, static: StaticSteps | None = None, **changes: Any
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
-    settings = {"prompts": PROMPTS, "size": SIZE, "width": WIDTH, "static": static, **changes}
+    settings = {"prompts": [*PROMPTS, None], "width": WIDTH, "static": static, **changes}
     found = decode(policy, uniforms=draws, watch=lambda x: seen.append(x.clone()), **settings)
     return found, seen
 
@@ -116,7 +116,7 @@ def test_what_one_micro_batch_leaves_behind_reaches_no_other(graphs: bool) -> No
     policy = policy_of("llama")
     alone, logits = decoded(policy, uniforms(2), static_of(policy, 2, Cuda() if graphs else None))
     static = static_of(policy, 2, Cuda() if graphs else None)
-    decoded(policy, uniforms(2, seed=8), static, prompts=[[70, 71], [72], [73, 74, 75]])
+    decoded(policy, uniforms(2, seed=8), static, prompts=[[70, 71], [72], [73, 74, 75], None])
     for layer in static._cache.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
@@ -130,11 +130,11 @@ def test_rows_do_not_move_each_other() -> None:
     policy = make_policy(tiny.model("llama"), tiny.tokenizer(), recipe.Adapter(type="lora", rank=2))
     draws = uniforms(4)
     found, logits = decoded(policy, draws, static_of(policy, 4))
-    other = [PROMPTS[0], [33, 34, 35, 36], [2] * 9]
+    other = [PROMPTS[0], [33, 34, 35, 36], [2] * 9, [5]]
     changed = torch.cat([draws[:1], uniforms(4, seed=5)[1:]])
     beside, others = decoded(policy, changed, static_of(policy, 4), prompts=other)
-    single, alone = decoded(policy, draws[:1], static_of(policy, 4), prompts=PROMPTS[:1])
-    assert found[:4] == beside[:4] == single
+    single, alone = decoded(policy, draws, static_of(policy, 4), prompts=[PROMPTS[0], *[None] * 3])
+    assert found[:4] == beside[:4] == single[:4]
     for three in zip(logits, others, alone, strict=False):
         own = [x.view(SIZE, -1)[0] for x in three]
         assert torch.equal(own[0], own[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import layout, made_up_rounds
-from dprlhf.training.layout import settle_layout
+from dprlhf.training.layout import check_layout
 from dprlhf.training.made_up_rounds import Shapes
-from helpers import families, tiny
+from helpers import families, kernels, tiny
 from helpers.runs import run_settings, save_sharp
 
 UPDATES: dict[str, Any] = {
@@ -45,16 +44,7 @@ class OneProcess:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_KNOWN", {})
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On one thread a CPU keeps rows apart; on two its fused attention may not."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    monkeypatch.setattr(layout, "_KNOWN", set())
 
 
 def policy_of(kind: tiny.Kind = "llama") -> CausalLMPolicy:
@@ -75,31 +65,65 @@ def shapes_of(update: str = "pg", prompts: int = 1) -> Shapes:
     )
 
 
-def settle(policy: CausalLMPolicy, shapes: Shapes) -> tuple[Shapes, str]:
-    return settle_layout(policy, shapes, OneProcess())  # type: ignore[arg-type]
+def phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
+    found = layout._first_dependent_phase(policy, shapes)
+    return found and found.split(":")[0]
 
 
-def by_place(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Add a rounding error that depends on a row's place in its batch."""
-    place = torch.arange(len(output), dtype=output.dtype).view(-1, *[1] * (output.ndim - 1))
-    return output * (1 + 1e-6 * place)
+def check(policy: CausalLMPolicy, shapes: Shapes) -> str:
+    return check_layout(policy, shapes, OneProcess())  # type: ignore[arg-type]
 
 
 # --- rounding ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernel", [None, kernels.by_place, kernels.by_shape])
 @pytest.mark.parametrize("update", UPDATES)
-def test_rows_that_keep_apart_keep_the_layout_and_the_parameters(
-    update: str, capsys: pytest.CaptureFixture[str]
+def test_a_kernel_may_round_by_place_and_by_shape(
+    update: str, kernel: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    policy, shapes = policy_of(), shapes_of(update)
+    policy = policy_of()
+    kernels.attach(policy, kernel)
     before = {name: p.detach().clone() for name, p in policy.parameters.items()}
-    chosen, sentence = settle(policy, shapes)
-    assert chosen is shapes
+    sentence = check(policy, shapes_of(update))
     assert "checked at start on this machine" in sentence
-    assert "as configured" in sentence
+    assert "in sampling, log-probabilities, gradients" in sentence
     assert all(torch.equal(p, before[name]) for name, p in policy.parameters.items())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (kernels.by_contents, r"sampling: .* depend on what the other rows contain"),
+        (kernels.at_random(), r"sampling: the same rows give other bits each time"),
+    ],
+)
+def test_a_kernel_that_looks_at_other_rows_or_at_chance_is_refused(
+    kernel: Any, message: str, kind: tiny.Kind
+) -> None:
+    policy = policy_of(kind)
+    kernels.attach(policy, kernel)
+    with pytest.raises(DprlhfError, match=message):
+        check(policy, shapes_of())
+
+
+@pytest.mark.parametrize("around", ["blank", "other"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_blank_rows_and_rows_of_other_users_are_both_tried(around: str, update: str) -> None:
+    """A part that is moved by one of the two alone, and in the backward pass alone."""
+    policy = policy_of()
+
+    def moved(module: Any, gradients: Any, of_output: tuple[torch.Tensor, ...]) -> Any:
+        rows = of_output[0].flatten(1).abs().amax(1) > 0
+        blank = not bool(rows.all())
+        error = float(blank) if around == "blank" else float(of_output[0].abs().max())
+        return None if around == "blank" and not blank else (gradients[0] * (1 + 1e-6 * error),)
+
+    policy.network.model.layers[1].mlp.register_full_backward_hook(moved)
+    with pytest.raises(DprlhfError, match=r"gradients: .* what the other rows contain"):
+        check(policy, shapes_of(update))
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -117,14 +141,13 @@ def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(
         return logits + 1e-3 * logits.abs().mean() if moves else logits
 
     monkeypatch.setattr(StaticSteps, "logits", by_batch)
-    found = layout._moved(policy, shapes)
+    assert phase(policy, shapes) == ("sampling" if moves else None)
     assert made
-    assert found == ("sampling" if moves else None)
     layout._try_largest(policy, shapes)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
-def test_tokens_that_are_kept_by_place_are_found(
+def test_tokens_that_are_kept_by_what_others_have_are_found(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What top-p keeps is compared, too: of the draws and of the gradients."""
@@ -134,7 +157,7 @@ def test_tokens_that_are_kept_by_place_are_found(
 
     def by_batch(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         found = cutoff(scores, sampling)
-        return found.flip(0) if len(found) > 1 else found
+        return found.amax(0, keepdim=True).expand_as(found)
 
     if where == "sampling":
         monkeypatch.setattr(warpers, "cutoff", by_batch)
@@ -147,63 +170,7 @@ def test_tokens_that_are_kept_by_place_are_found(
                 return real(*arguments, **named)
 
         monkeypatch.setattr(policy, "response_logprobs", of_update)
-    assert layout._moved(policy, shapes) == (None if where == "nowhere" else where)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_a_layer_that_rounds_by_place_leaves_one_prompt_in_a_batch(
-    update: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy = policy_of()
-    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(by_place)
-    chosen, sentence = settle(policy, shapes_of(update))
-    assert chosen.rollout is not None
-    assert chosen.rollout.batch_size == chosen.update.batch_size == 4
-    assert "one user each" in sentence
-    told = capsys.readouterr().err
-    assert "slower" in told
-    assert "float32" not in told  # it is that already
-
-
-def test_where_bfloat16_rounds_by_place_float32_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    policy = policy_of()
-    policy.network.to(torch.bfloat16)
-
-    def by_row(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + torch.arange(len(output), dtype=output.dtype).view(-1, 1, 1)
-
-    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(by_row)
-    settle(policy, shapes_of())
-    assert "policy.dtype: float32" in capsys.readouterr().err
-
-
-def test_an_attention_that_rounds_by_place_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fused = torch.nn.functional.scaled_dot_product_attention
-
-    def moved(*given: Any, **named: Any) -> torch.Tensor:
-        return by_place(None, None, fused(*given, **named))
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", moved)
-    policy, shapes = policy_of(), shapes_of()
-    chosen, sentence = settle(policy, shapes)
-    assert chosen is shapes
-    assert policy.model.get_base_model().config._attn_implementation == "eager"
-    assert "eager attention" in sentence
-    assert "plain matrix products" in capsys.readouterr().err
-
-
-def test_rows_that_never_repeat_their_bits_are_refused() -> None:
-    policy = policy_of()
-    random = np.random.default_rng(0)
-    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(
-        lambda module, inputs, output: output * (1 + 1e-6 * random.random())
-    )
-    with pytest.raises(DprlhfError, match=r"sampling: .* other bits each time"):
-        settle(policy, shapes_of())
+    assert phase(policy, shapes) == (None if where == "nowhere" else where)
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -215,11 +182,11 @@ def test_a_model_to_which_padding_is_text_is_refused(steps: bool) -> None:
         of_step = kwargs.get("past_key_values") is not None
         return args, {**kwargs, "attention_mask": None} if of_step == steps else kwargs
 
-    settle(policy, shapes_of())
+    check(policy, shapes_of())
     policy.network.register_forward_pre_hook(without_mask, with_kwargs=True)
     layout._KNOWN.clear()
     with pytest.raises(DprlhfError, match="LlamaForCausalLM gives a token other probabilities"):
-        settle(policy, shapes_of())
+        check(policy, shapes_of())
 
 
 def test_a_model_that_computes_nan_is_called_that() -> None:
@@ -228,44 +195,31 @@ def test_a_model_that_computes_nan_is_called_that() -> None:
         lambda module, inputs, output: output * float("nan")
     )
     with pytest.raises(DprlhfError, match=r"computes NaN on made-up tokens.*check the model"):
-        settle(policy, shapes_of())
+        check(policy, shapes_of())
 
 
-def test_an_attention_that_computes_nan_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy, real = policy_of(), torch.nn.functional.scaled_dot_product_attention
-
-    def broken(*given: Any, **named: Any) -> torch.Tensor:
-        return real(*given, **named) * float("nan")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
-    settle(policy, shapes_of())
-    assert "plain matrix products" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("phase", ["gradients", "log-probabilities"])
-def test_each_phase_is_looked_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[phase]
+@pytest.mark.parametrize("where", ["gradients", "log-probabilities"])
+def test_each_phase_is_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[where]
     whole = getattr(made_up_rounds, name)
 
-    def by_users(policy: Any, rows: Any, *given: Any, **named: Any) -> Any:
-        found = whole(policy, rows, *given, **named)
-        if phase == "log-probabilities":
-            return found + 1e-9 * rows.users
-        return [(users, [t + 1e-6 * rows.users for t in tensors]) for users, tensors in found]
+    def by_rows(policy: Any, rows: Any, *given: Any, **named: Any) -> Any:
+        found, error = whole(policy, rows, *given, **named), 1e-6 * int(rows.tokens.sum())
+        if where == "log-probabilities":
+            return found + error
+        return [(users, [t + error for t in tensors]) for users, tensors in found]
 
-    monkeypatch.setattr(made_up_rounds, name, by_users)
-    assert layout._moved(policy_of(), shapes_of()) == phase
+    monkeypatch.setattr(made_up_rounds, name, by_rows)
+    assert phase(policy_of(), shapes_of()) == where
 
 
 def test_the_values_that_are_compared_are_not_all_zero() -> None:
     """An adapter starts at zero, and equal zeros would say nothing."""
     policy = policy_of()
     with layout._random_adapter(policy):
-        for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1], 16):
+        for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1]):
             assert all(bool(value.any()) for value in values)
-        [[first, *_], [second, *_]] = made_up_rounds.logits_of(policy, shapes_of(), [0, 1], 16)
+        [[first, *_], [second, *_]] = made_up_rounds.logits_of(policy, shapes_of(), [0, 1])
         assert not torch.equal(first, second)
 
 
@@ -290,7 +244,7 @@ def test_what_does_not_fit_is_found_at_once_and_its_setting_named(
     home = layout if name == "try_last_step" else made_up_rounds
     monkeypatch.setattr(home, name, out_of_memory)
     with pytest.raises(DprlhfError, match=f"does not fit into memory.*{setting}"):
-        settle(policy_of(), shapes_of())
+        check(policy_of(), shapes_of())
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -304,7 +258,7 @@ def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.M
         return rows
 
     monkeypatch.setattr(made_up_rounds, "_made_up", watched)
-    settle(policy_of(), shapes_of(update, prompts=9))
+    check(policy_of(), shapes_of(update, prompts=9))
     assert max(most) == 36
     assert most.count(36) == 1
 
@@ -324,7 +278,7 @@ def test_the_last_step_of_sampling_has_its_full_length(
     monkeypatch.setattr(policy, "end_tokens", [])
     if not shared:
         monkeypatch.setattr(policy, "shared_cache", lambda *_: 1)
-    made_up_rounds.decode(policy, [[1], [2]], draws, size=2, width=20)
+    made_up_rounds.decode(policy, [[1], [2]], draws, width=20)
     real = masks[-1]
     masks.clear()
     layout.try_last_step(policy, size=2, width=20, num_generations=4, max_new_tokens=5)
@@ -336,7 +290,7 @@ def test_every_response_of_a_row_is_compared() -> None:
     """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
     policy, shapes = policy_of("llama"), shapes_of()
     assert policy.shared_cache(shapes.sampled_together, 16, shapes.response) > 1
-    tokens, prefill, *steps = made_up_rounds.logits_of(policy, shapes, [0, 1], 16)[0]
+    tokens, prefill, *steps = made_up_rounds.logits_of(policy, shapes, [0, 1])[0]
     assert len(tokens) > shapes.sampled_together
     assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 
@@ -359,7 +313,7 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = save_sharp(tmp_path / "model")
     settings = run_settings(model, rounds=1)
     dprlhf.train(**settings, output_dir=tmp_path / "run")
-    monkeypatch.setattr(layout, "_KNOWN", {})
+    monkeypatch.setattr(layout, "_KNOWN", set())
     monkeypatch.setattr(made_up_rounds, "decode", out_of_memory)
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):
@@ -370,23 +324,25 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
-def test_kept_outputs_that_depend_on_a_place_are_found(
+def test_kept_outputs_that_depend_on_other_rows_are_found(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, shapes = policy_of(), replace(shapes_of(), keeps=True)
+
+    def by_contents(y: torch.Tensor) -> torch.Tensor:
+        return y * (1 + y.mean())
+
     if where == "sampling":  # of the prompts alone, in one layer, that no logit shows
         real = kept._keeping
 
-        def by_place_too(name: str, *arguments: Any) -> Any:
-            keeping = real(name, *arguments)
+        def keeping(name: str, *arguments: Any) -> Any:
+            plain = real(name, *arguments)
             if not name.endswith("down_proj"):
-                return keeping
-            return lambda module, args, y: keeping(module, args, by_place(module, args, y))
+                return plain
+            return lambda module, args, y: plain(module, args, by_contents(y))
 
-        monkeypatch.setattr(kept, "_keeping", by_place_too)
+        monkeypatch.setattr(kept, "_keeping", keeping)
     if where == "gradients":
         taken = Replay.of_tokens
-        monkeypatch.setattr(
-            Replay, "of_tokens", lambda self, name: by_place(None, None, taken(self, name))
-        )
-    assert layout._moved(policy, shapes) == (None if where == "nowhere" else where)
+        monkeypatch.setattr(Replay, "of_tokens", lambda self, name: by_contents(taken(self, name)))
+    assert phase(policy, shapes) == (None if where == "nowhere" else where)

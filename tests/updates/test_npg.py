@@ -119,7 +119,6 @@ def every_answer() -> Responses:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,
         max_new_tokens=1,
-        max_prompt_tokens=width,
     )
 
 
@@ -318,8 +317,13 @@ def test_each_round_has_another_sketch() -> None:
 def test_parts_of_a_users_rows_add_up_to_its_gradient() -> None:
     policy = policy_of("gpt2", "lora")
     responses, scores = round_data(SHAPE, 6)
-    for users, parts, _ in user_gradients(policy, responses, scores.values, batch_size=12, rows=2):
-        for user, of_user in zip(users, parts, strict=True):
+    for users, first, parts, _ in user_gradients(
+        policy, responses, scores.values, batch_size=12, rows=2
+    ):
+        for user, starts, every in zip(users, first, parts, strict=True):
+            if user < 0:
+                continue
+            of_user = every[starts >= 0]
             rows = np.flatnonzero(responses.user == user)
             for pair, measured in zip(rows.reshape(-1, 2), of_user, strict=True):
                 logprobs = torch.stack([token_logprobs(policy, responses, r).sum() for r in pair])

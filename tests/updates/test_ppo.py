@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, Released, open_private
-from dprlhf.data.users import Prompts
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -37,7 +36,7 @@ from helpers.autograd import relative_error
 from helpers.batches import MIXED, Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import OpenGate, round_of
+from helpers.rounds import OpenGate, round_of, some_users
 from helpers.runs import charged, lower_case, run_settings, weights
 
 # The package names the function, so attributes do not lead to the module.
@@ -58,21 +57,8 @@ def half_from_base(responses: Responses, k: int) -> Responses:
 
 
 def only(responses: Responses, keep: list[int]) -> Responses:
-    """The same batch with these users alone."""
-    rows = np.flatnonzero(np.isin(responses.user, keep))
-    prompts = np.unique(responses.prompt[rows])
-    count = len(prompts)
-    return dataclasses.replace(
-        responses,
-        tokens=responses.tokens[rows],
-        mask=responses.mask[rows],
-        prompt=np.searchsorted(prompts, responses.prompt[rows]),
-        user=np.searchsorted(keep, responses.user[rows]),
-        from_base=responses.from_base[rows],
-        texts=[""] * len(rows),
-        prompts=Prompts([""] * count, np.zeros(count, np.int64), np.zeros(count, np.int64), {}),
-        users=len(keep),
-    )
+    """The same batch, in which all others but these users are blank."""
+    return some_users(responses, scores_of(responses), keep, in_place=True)[0]
 
 
 def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores:
@@ -204,7 +190,8 @@ def train_together(
     def seen(vectors: Private[Any]) -> Any:
         batches = list(open_private(vectors))
         for users, moves in batches:
-            of_users[users] = project(moves.double(), round_.vector_clip_norm)
+            real = users >= 0
+            of_users[users[real]] = project(moves[real].double(), round_.vector_clip_norm)
         return clipped_vectors(Private(batches))
 
     round_.clipped_vectors = seen  # type: ignore[method-assign]
@@ -431,7 +418,7 @@ def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
         policy, only(responses, keep), scores_only(scores, responses, keep), spec, 1.0
     )
     assert everyone.abs().max() > 0
-    assert torch.equal(everyone[keep], fewer)
+    assert torch.equal(everyone[keep], fewer[keep])
 
 
 def test_a_user_that_comes_twice_is_refused() -> None:
@@ -508,7 +495,7 @@ def test_surrogate_by_hand(
 def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> None:
     policy = policy_of(kind, adapter)
     responses = batch_of(Shape([[3, 5], [2, 2], [4, 1]], k=1, length=4), seed=2)
-    tokens, mask = responses.micro_batch(np.arange(6), 16, 6)
+    tokens, mask = responses.micro_batch(np.arange(6))
     generator = torch.Generator().manual_seed(0)
     moves = torch.randn(3, policy.dimension, dtype=torch.float64, generator=generator)
     hooks = [len(m._forward_hooks) for m in policy.model.modules()]

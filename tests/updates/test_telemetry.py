@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from dprlhf.boundary import Released
 from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.rewards import Scores
+from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
+from helpers.batches import Shape, batch_of
+from helpers.rounds import some_users
 
 R = 3.0
 NO_NOISE = make_plan(users=1000, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=0.5)
@@ -85,6 +89,14 @@ def test_nobody_brings_nothing() -> None:
     telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
     nobody = telemetry.of_users(np.empty(0, np.int64), np.empty(0), np.empty(0, bool))
     assert nobody.shape == (0, 2)
+
+
+def test_a_user_without_a_row_is_not_valid() -> None:
+    responses = batch_of(Shape([[2], [3], [1]], k=2, length=3), 0)
+    scores = Scores(np.ones(6), np.ones(6, dtype=bool), {})
+    blank, left = some_users(responses, scores, [0, 2], in_place=True)
+    assert users_with_valid_scores(responses, scores).all()
+    assert users_with_valid_scores(blank, left).tolist() == [True, False, True]
 
 
 def test_without_noise_mean_and_share_are_read_exactly() -> None:

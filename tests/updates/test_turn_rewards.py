@@ -185,8 +185,8 @@ def test_a_user_with_a_wrong_answer_adds_nothing() -> None:
     assert scores.failures == {"turns": 1}
     assert (~scores.valid).sum() == 1
     found = sums(policy, responses, scores, UPDATE_CASES[0], clip_norm=0.5)
-    fewer, left = some_users(responses, scores, [0, 2])
-    assert torch.equal(found, sums(policy, fewer, left, UPDATE_CASES[0], clip_norm=0.5))
+    fewer = some_users(responses, scores, [0, 2], in_place=True)
+    assert torch.equal(found, sums(policy, *fewer, UPDATE_CASES[0], clip_norm=0.5))
 
 
 def test_turns_are_the_stretches_of_the_policys_tokens() -> None:

@@ -387,7 +387,6 @@ def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}),
         users=users,
         max_new_tokens=LENGTH,
-        max_prompt_tokens=len(PROMPT),
     )
     return responses, answers
 

@@ -10,7 +10,7 @@ from dprlhf.agents.agent import Agent
 from dprlhf.agents.check import check_apart, check_fresh
 from dprlhf.agents.loading import load_sampler
 from dprlhf.agents.rollout_func import FunctionSampler
-from dprlhf.agents.sampling import AgentSampler, longest_row, steps_of
+from dprlhf.agents.sampling import AgentSampler
 
 __all__ = [
     "Agent",
@@ -19,6 +19,4 @@ __all__ = [
     "check_apart",
     "check_fresh",
     "load_sampler",
-    "longest_row",
-    "steps_of",
 ]

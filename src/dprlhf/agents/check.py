@@ -68,6 +68,9 @@ def check_apart(
         DprlhfError: A trajectory came out otherwise.
     """
     some = _in_all_environments(policy, prompts.first(_PROMPTS))
+    # Each keeps its place, whoever else there is, as a user does.
+    own, first = np.arange(len(some)), np.zeros(len(some), dtype=np.int64)
+    some = some.changed(users=own, slots=first, round_users=own)
     assert spec.batch_size != "auto"
     few = spec.model_copy(update={"batch_size": min(spec.batch_size, _ROWS)})
 
@@ -110,7 +113,7 @@ def _in_all_environments(policy: CausalLMPolicy, prompts: Prompts) -> Prompts:
     names = itertools.islice(itertools.cycle(sampler.agent.factories), count)
     some, owners = prompts.take(np.arange(count) % len(prompts)), np.arange(count)
     columns = {**some.columns, ENVIRONMENT: list(names)}
-    return Prompts(some.prompts, owners, np.zeros_like(owners), columns, some.in_rows)
+    return some.changed(users=owners, slots=np.zeros_like(owners), columns=columns)
 
 
 def _of_prompt(made: Responses, place: int) -> list[Any]:

@@ -14,7 +14,7 @@ from dprlhf import recipe
 from dprlhf.data.users import Prompts
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rollout.batch import Responses, padded_width
+from dprlhf.rollout.batch import Responses, prompt_width, rows_of
 from dprlhf.rollout.sampling import text_of_tokens
 
 
@@ -67,7 +67,7 @@ def packed(
     k, length = spec.responses, spec.max_new_tokens
     end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
     given = [list(row.prompt[-longest:]) or [end] for row in rows]
-    width = int(padded_width(max(map(len, given), default=0), longest))
+    width = prompt_width(prompts, given, longest)
     tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)
     mask, own = torch.zeros_like(tokens), torch.zeros(len(rows), length, dtype=torch.long)
     written = []
@@ -79,19 +79,14 @@ def packed(
         mask[number, columns] = 1
         own[number, : len(response)] = torch.tensor([1] if nothing else row.own[:length])
         written.append(response)
-    _, user = np.unique(prompts.users, return_inverse=True)
     messages = [row.messages for row in rows if row.messages is not None]
     return Responses(
         tokens=tokens,
         mask=mask,
-        prompt=np.repeat(np.arange(len(prompts)), k),
-        user=np.repeat(user, k),
+        **rows_of(prompts, k),
         from_base=from_base,
         texts=[text_of_tokens(policy, response) for response in written],
-        prompts=prompts,
-        users=len(np.unique(prompts.users)),
         max_new_tokens=length,
-        max_prompt_tokens=longest,
         num_generations=num_generations,
         tool_mask=own,
         completions=messages if len(messages) == len(rows) and rows else None,

@@ -4,11 +4,10 @@ The promises of :mod:`dprlhf.rollout` hold for every turn: a row's tokens depend
 tools and draws, in micro-batches whose shapes are public. Place p of a response has the draw p of
 the row's own stream, in whichever turn it is sampled.
 
-A turn's context is the prompt with all that came since, and it is read anew at each turn. Contexts
-of one padded width go together, and each makes as many steps as the longest could that has this
-width (:func:`steps_of`); what a row samples past its own end is dropped. **How many turns there
-are depends on the users**, as the number of decoding steps does: the time that a private round
-takes is shown nowhere (``docs/privacy.md``).
+A turn's context is the prompt with all that came since. It is read anew at each turn, at the
+trajectory's own place and in one public width. **How many turns there are depends on the users**,
+as the number of decoding steps does: the time that a private round takes is shown nowhere
+(``docs/privacy.md``).
 """
 
 from __future__ import annotations
@@ -40,29 +39,8 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
-from dprlhf.rollout.batch import Responses, Tick, padded_width
+from dprlhf.rollout.batch import Responses, Tick, prompt_width
 from dprlhf.rollout.sampling import draws_of, generate_rows, left_of
-
-_SLACK = 15  # a padded width holds contexts that are up to so many tokens shorter
-
-
-def steps_of(width: int, prompt: int, response: int) -> int:
-    """Return the number of steps of a later turn, from public numbers alone.
-
-    A context of ``width`` tokens, padding included, has at least ``width`` − 15 of its own, of
-    which at most ``prompt`` are the prompt's: the room left in its response is at most this.
-
-    Args:
-        width: The padded width of the context.
-        prompt: The longest prompt, in tokens.
-        response: The longest response, in tokens.
-    """
-    return min(response, prompt + response - width + _SLACK)
-
-
-def longest_row(prompt: int, response: int) -> int:
-    """Return the most positions that a row of a later turn takes, with what is dropped of it."""
-    return prompt + response + _SLACK
 
 
 class AgentSampler:
@@ -114,7 +92,7 @@ class AgentSampler:
             numbers = np.flatnonzero(from_base == base)
             chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
             with policy.base() if base else contextlib.nullcontext():
-                run.all_turns([rows[r] for r in chosen], draws[:, numbers], tick)
+                run.all_turns([rows[r] for r in chosen], prompts, draws[:, numbers], tick)
         return packed(
             policy,
             prompts,
@@ -205,24 +183,30 @@ class _Turns:
         tools = self.agent.tools_of(environment)
         return Trajectory(asked, ids, tools, environment, own, failed=failed)
 
-    def all_turns(self, rows: Sequence[Trajectory], draws: torch.Tensor, tick: Tick | None) -> None:
+    def all_turns(
+        self,
+        rows: Sequence[Trajectory],
+        prompts: Prompts,
+        draws: torch.Tensor,
+        tick: Tick | None,
+    ) -> None:
         """Let trajectories act until each has ended.
 
         Args:
             rows: The trajectories, those of a prompt adjacent.
+            prompts: What they answer, for their places.
             draws: Their uniform numbers, ``[prompts, responses, max_new_tokens]``.
             tick: Progress callback.
         """
-        flat = draws.flatten(0, 1)
         # Trajectories that failed take part in the first turn: shapes must not depend on them.
         live, iterations = list(range(len(rows))), 0
         while live:
             before = {n: rows[n].context for n in live}
-            for n, tokens in self._sampled(rows, live, flat, draws.shape[1], first=not iterations):
-                room = self.spec.max_new_tokens - len(rows[n].tokens)
-                rows[n].add(tokens[:room], own=True)
+            first = not iterations
+            for n, tokens in self._sampled(rows, live, prompts, draws, first=first):
+                rows[n].add(tokens, own=True)
             if tick is not None:
-                tick(len(rows) if not iterations else 0)
+                tick(len(rows) if first else 0)
             most = self.agent.most_iterations
             last = most is not None and iterations >= most
             with self._quiet():
@@ -233,35 +217,40 @@ class _Turns:
         self,
         rows: Sequence[Trajectory],
         live: Sequence[int],
+        prompts: Prompts,
         draws: torch.Tensor,
-        k: int,
         *,
         first: bool,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of each live trajectory, and the tokens of its next turn."""
-        prompt, response = self.longest, self.spec.max_new_tokens
+        _, k, response = draws.shape
         alike = first and not self.agent.factories
         each = k if alike else 1  # responses that share their prompt's prefill
-        longest = prompt if first else prompt + response
+        longest = self.longest if first else self.longest + response
         starts = np.array(live, dtype=np.int64)[::each]
+        number = np.full(len(rows) + 1, -1)  # the last one for places without a row
+        number[starts] = np.arange(len(starts))
+        places = prompts.places[:, None]
+        places = np.where(places < 0, -1, k * places + np.arange(0, k, each)).ravel()
         contexts = [rows[n].context for n in starts.tolist()]
-        widths = padded_width(np.array([len(c) for c in contexts]), longest)
-        for width in np.unique(widths):
-            chosen = np.flatnonzero(widths == width)
-            steps = response if first else steps_of(int(width), prompt, response)
-            left = torch.full((len(chosen) * each, steps), 0.5, dtype=torch.float64)
-            numbers = (starts[chosen][:, None] + np.arange(each)).ravel()
-            for place, n in enumerate(numbers.tolist()):
-                own = draws[n, len(rows[n].tokens) :][:steps]
-                left[place, : len(own)] = own
-            for positions, turns in generate_rows(
-                self.policy,
-                [contexts[c] for c in chosen],
-                left.view(len(chosen), each, steps),
-                self.spec,
-                max_prompt_tokens=longest,
-            ):
-                yield from zip(numbers[positions].tolist(), turns, strict=True)
+        room = [response - len(rows[n].tokens) for n in starts.tolist()]
+        left = torch.full((len(starts) * each, response), 0.5, dtype=torch.float64)
+        numbers = (starts[:, None] + np.arange(each)).ravel()
+        for place, n in enumerate(numbers.tolist()):
+            done = len(rows[n].tokens)
+            left[place, : response - done] = draws[n // k, n % k, done:]
+        for positions, turns in generate_rows(
+            self.policy,
+            contexts,
+            left.view(len(starts), each, response),
+            self.spec,
+            places=number[places],
+            width=prompt_width(prompts, contexts, longest),
+            room=room,
+        ):
+            for position, turn in zip(positions.tolist(), turns, strict=True):
+                if position >= 0:
+                    yield int(numbers[position]), turn
 
     def _answered(self, row: Trajectory, before: list[int], *, last: bool) -> bool:
         """Read a turn, call its tools and append their answers; return whether a turn follows."""

@@ -112,7 +112,7 @@ class Guides:
         prompts = self.rows.select(self.first + np.sort(chosen))
         users = np.arange(len(prompts))
         slots = np.zeros_like(users)
-        return Prompts(prompts.prompts, users, slots, prompts.columns, prompts.in_rows)
+        return prompts.changed(users=users, slots=slots)
 
 
 def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
@@ -189,7 +189,7 @@ def in_form(texts: Sequence[str], *, conversations: bool, in_rows: bool) -> Prom
     """
     asked = [[{"role": "user", "content": text if in_rows else ""}] for text in texts]
     some = in_memory_prompts(asked if conversations else texts)
-    return Prompts(some.prompts, some.users, some.slots, {}, in_rows)
+    return some.changed(in_rows=in_rows)
 
 
 def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Prompts:

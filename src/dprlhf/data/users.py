@@ -59,10 +59,15 @@ class Prompts:
     Attributes:
         prompts: Texts or conversations, truncated to ``prompt_words``.
         users: Index of each prompt's user in the whole dataset, ``[prompts]``.
-        slots: Index of each prompt among the prompts of its user, ``[prompts]``.
+        slots: Index of each prompt among the prompts of its user, in a private round among those
+            that take part in it, ``[prompts]``.
         columns: Values of the other columns, ``[prompts]`` each, for rewards that name them.
         in_rows: Whether the rows have prompts. Without them each is an empty message, and the
             prompt is what an environment's ``reset`` returns.
+        round_users: Indices of all users of a private round, ``[users]``, whether or not a prompt
+            of theirs is left: they and ``prompts_a_user`` fix the place of each prompt. None for
+            public prompts, which stand one after the other.
+        prompts_a_user: The most prompts of a user of the round, a public number.
     """
 
     prompts: list[Prompt]
@@ -70,6 +75,8 @@ class Prompts:
     slots: NDArray[np.int64]
     columns: dict[str, list[Any]]
     in_rows: bool = True
+    round_users: NDArray[np.int64] | None = None
+    prompts_a_user: int = 1
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -80,12 +87,46 @@ class Prompts:
         names = [name for name in TEMPLATE_COLUMNS if name in self.columns]
         return [{name: self.columns[name][i] for name in names} for i in range(len(self))]
 
+    def changed(self, **values: Any) -> Prompts:
+        """Return the prompts with other values of some attributes."""
+        return Prompts(**{**vars(self), **values})
+
     def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Prompts:
         """Return the prompts at some positions."""
         places = np.asarray(chosen, dtype=np.int64)
         columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
         prompts = [self.prompts[i] for i in places]
-        return Prompts(prompts, self.users[places], self.slots[places], columns, self.in_rows)
+        users, slots = self.users[places], self.slots[places]
+        return self.changed(prompts=prompts, users=users, slots=slots, columns=columns)
+
+    @property
+    def numbers(self) -> tuple[NDArray[np.int64], int]:
+        """The number of each prompt's user among those of the batch, and how many these are."""
+        own, number = np.unique(self.users, return_inverse=True)
+        if self.round_users is None:
+            return number.astype(np.int64), len(own)
+        order = np.argsort(self.round_users)
+        return order[np.searchsorted(self.round_users[order], self.users)], len(self.round_users)
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """The number of the prompt at each place, −1 where there is none, ``[users, prompts]``.
+
+        In a private round places follow from the allocation: a user's from its rank among the
+        round's users, and a prompt's within it from its number among the user's prompts. Nobody
+        else's data, and no prompt that cannot be read, moves it.
+        """
+        number, users = self.numbers
+        if self.round_users is None:
+            return in_grid(number, users)
+        grid = np.full((users, self.prompts_a_user), -1)
+        grid[number, self.slots] = np.arange(len(self))
+        return grid
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """The places of :attr:`grid` in a row, ``[places]``; public prompts leave none empty."""
+        return np.arange(len(self)) if self.round_users is None else self.grid.ravel()
 
     def first(self, count: int) -> Prompts:
         """Return the first ``count`` prompts, or all if there are fewer."""
@@ -323,20 +364,36 @@ class Users:
         prompts = [_shorten(p, self._spec) for p in given]
         return Prompts(prompts, owners, slots, rows)
 
-    def readable(self, users: NDArray[np.int64], encode: Callable[[Prompts], Any]) -> Prompts:
+    def readable(
+        self,
+        users: NDArray[np.int64],
+        encode: Callable[[Prompts], Any],
+        draws: Callable[[int, int], NDArray[np.float64]] | None = None,
+    ) -> Prompts:
         """Return the prompts of some users, without the rows that lack a value or cannot be read.
 
         A user of whom no row is left contributes zero to its round and still counts in N: the null
         user of zero-out adjacency. A row whose prompt is null makes one on purpose. A chat template
         can refuse a conversation, and a row may not decode. If that ended a run, one user would
         decide whether there is a result, and its round would be known. Which of a user's rows are
-        left depends on each of them alone; :attr:`tell` is told of the others.
+        left depends on each of them alone, and all keep their places (:attr:`Prompts.grid`);
+        :attr:`tell` is told of the others.
 
         Args:
             users: Indices of users, ``[users]``.
             encode: Raises an exception for a prompt that cannot be read.
+            draws: Returns a user's own uniform draws in this round, given its index and their
+                number, for ``prompts_per_round``; None takes all prompts.
         """
         owners, slots = self._kept_rows(users)
+        most, place = self._spec.prompts_in_round, slots
+        if draws is not None and self._spec.prompts_per_round is not None:
+            counts = self._kept[users]
+            of_users = [draws(int(u), int(n)) for u, n in zip(users, counts, strict=True)]
+            drawn = [np.sort(np.argsort(own, kind="stable")[:most]) for own in of_users]
+            slots = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
+            owners = np.repeat(users, np.minimum(counts, most))
+            place = _counting_up(np.minimum(counts, most))
 
         def read(some: NDArray[np.int64]) -> Prompts | None:
             try:
@@ -350,11 +407,12 @@ class Users:
                 return None
             return prompts
 
-        every = np.arange(len(owners))
-        if (prompts := read(every)) is not None:
-            return prompts
-        some = np.array([i for i in every if read(np.array([i])) is not None], dtype=np.int64)
-        return self._read(owners[some], slots[some], missing=False)
+        some = np.arange(len(owners))
+        prompts = read(some)
+        if prompts is None:
+            some = np.array([i for i in some if read(np.array([i])) is not None], dtype=np.int64)
+            prompts = self._read(owners[some], slots[some], missing=False)
+        return prompts.changed(slots=place[some], round_users=users, prompts_a_user=most)
 
     def _tell(self, place: int, problem: BaseException) -> None:
         if place not in self._told:
@@ -476,6 +534,23 @@ def _check_names(names: pa.ChunkedArray, where: str) -> None:
             f"{where} must hold a text or a number in every row ({listed(missing, 'row')} have"
             " none): rows without a user are nobody's privacy unit; fill or drop them"
         )
+
+
+def in_grid(group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """Return the numbers of the members of each group, in their order, ``[groups, most]``.
+
+    Args:
+        group: The group of each member, ``[members]``.
+        groups: The number of groups; one with fewer members than the largest ends with −1.
+
+    >>> in_grid(np.array([1, 0, 1]), 3).tolist()
+    [[1, -1], [0, 2], [-1, -1]]
+    """
+    sizes = np.bincount(group, minlength=groups)
+    grid = np.full((groups, sizes.max(initial=0)), -1)
+    order = np.argsort(group, kind="stable")
+    grid[group[order], _counting_up(sizes)] = order
+    return grid
 
 
 def _counting_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

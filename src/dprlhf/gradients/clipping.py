@@ -81,7 +81,8 @@ class ClippedSum:
 
     Attributes:
         bounded: The sum and the L2 bound on each user's contribution to it.
-        norms: The norms, ``[users]``, for secret telemetry; empty where the clip norm is infinite.
+        norms: The norms of the users with a row or a vector, for secret telemetry; empty where the
+            clip norm is infinite.
         subspace: The subspace whose coordinates the sum has; None for those of the vectors.
     """
 
@@ -178,25 +179,27 @@ def clipped_sum(
     device = "cpu" if policy.device.type == "mps" else policy.device
     both = torch.zeros(policy.dimension + opened.extra.shape[1], dtype=torch.float64, device=device)
     total = both[: policy.dimension]
-    norms = np.zeros(responses.users if private else 0)
+    norms = np.zeros(responses.users)
     _check_number(responses.users, most_users)
     engine = engine_of(policy)
     for batch in micro_batches(responses, batch_size, alone=engine.alone):
         if private:
-            for number, part in enumerate(batch.parts()):
+            for number, part in enumerate(batch.passes()):
                 run_pass(engine, policy, responses, weights, part, more=number > 0)
             norm, bound = engine.norms()
             factors = clip_factors(bound, gradient_norm, most_users=most_users)
             engine.add_weighted_sum(factors, total)
-            norms[batch.users] = norm[: len(batch.users)].numpy()
+            real = batch.users >= 0
+            norms[batch.users[real]] = norm.numpy()[real]
         else:
-            for part in batch.parts():
+            for part in batch.passes():
                 add_gradient(policy, responses, weights, part, total)
         if tick is not None:
-            tick(len(batch.rows))
+            tick(int((batch.rows >= 0).sum()))
     extra, _ = clip_users(torch.from_numpy(opened.extra), opened.extra_norm, most_users=most_users)
     both[policy.dimension :] = extra.sum(0)
-    return ClippedSum(BoundedSum(reduce(from_device(both)), clip_norm), Private(norms))
+    present = (responses.grid >= 0).any((1, 2)) & private
+    return ClippedSum(BoundedSum(reduce(from_device(both)), clip_norm), Private(norms[present]))
 
 
 def clipped_vectors(
@@ -213,8 +216,8 @@ def clipped_vectors(
     """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
 
     Args:
-        vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``. A user without a
-            vector contributes its extra coordinates only.
+        vectors: Batches of users, ``[n]``, −1 for a filler, and their vectors, ``[n, dimension]``.
+            A user without a vector contributes its extra coordinates only.
         dimension: Length of a vector.
         extra: Further coordinates of each user, ``[users, e]``, appended to its vector.
         extra_norm: The L2 bound on the extra coordinates of a user.
@@ -233,7 +236,9 @@ def clipped_vectors(
     length = dimension if subspace is None else subspace.rank
     total = torch.zeros(length, dtype=torch.float64)
     norms, seen = np.zeros(len(coordinates)), np.zeros(len(coordinates), dtype=int)
-    for users, of_users in open_private(vectors):
+    for places, of_places in open_private(vectors):
+        real = np.flatnonzero(places >= 0)
+        users, of_users = places[real], of_places[torch.from_numpy(real)]
         np.add.at(seen, users, 1)
         if seen.max(initial=0) > 1:
             raise ValueError("a user came twice: its contribution would be clipped twice")
@@ -243,7 +248,8 @@ def clipped_vectors(
         norms[users] = norm.numpy()
     of_extra, _ = clip_users(torch.from_numpy(coordinates), extra_norm, most_users=most_users)
     both = torch.cat([total, of_extra.sum(0)])
-    return ClippedSum(BoundedSum(reduce(both), clip_norm), Private(norms), subspace)
+    of_some = Private(norms[seen > 0])
+    return ClippedSum(BoundedSum(reduce(both), clip_norm), of_some, subspace)
 
 
 def _check_number(users: int, most_users: int) -> None:
@@ -265,6 +271,8 @@ def recorded_by_user(
 ) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
     """Yield each micro-batch's users and what :func:`clipped_sum` computes their clipped sum from.
 
+    Users have the number −1 at a filler's place.
+
     It differentiates, takes norms and sums as :func:`clipped_sum` does, and drops the sum: for
     PUBLIC or made-up rows, to try shapes. Of a user in several passes it makes the first two, and
     all only where each further one needs more memory.
@@ -278,7 +286,7 @@ def recorded_by_user(
     engine = engine_of(policy)
     device = "cpu" if policy.device.type == "mps" else policy.device
     for batch in micro_batches(responses, batch_size, alone=engine.alone):
-        for number, part in enumerate(batch.parts()):
+        for number, part in enumerate(batch.passes()):
             if number < 2 or engine.grows:
                 run_pass(engine, policy, responses, weights, part, more=number > 0)
         yield batch.users, engine.recorded()

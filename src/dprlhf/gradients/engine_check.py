@@ -38,11 +38,12 @@ def choose_engine(
     """
     engine = engine_of(policy)
     batch = next(micro_batches(responses, batch_size, alone=engine.alone))
-    part = next(batch.parts())
-    each = [_autograd(policy, responses, weights, part, user) for user in part.users.tolist()]
+    part = next(batch.passes())
+    users = part.users[part.users >= 0].tolist()  # those of made-up rows come first
+    each = [_autograd(policy, responses, weights, part, user) for user in users]
     if engine.alone:
         return
-    factors = torch.zeros(part.size, dtype=torch.float64)
+    factors = torch.zeros(len(part.users), dtype=torch.float64)
     factors[: len(each)] = torch.linspace(1.0, 0.5, len(each))
     total = torch.zeros_like(each[0])
     try:
@@ -72,9 +73,10 @@ def _autograd(
     """Return one user's gradient by autograd, of a pass in which the others have weight 0."""
     device = "cpu" if policy.device.type == "mps" else policy.device
     own = np.where(responses.user == user, weights, 0.0)
-    together = math.gcd(responses.num_generations, batch.height // batch.size)  # as in a run
+    # As in a run.
+    together = math.gcd(responses.num_generations, batch.height // len(batch.users))
     with torch.enable_grad(), exact_products(policy.device):
-        shared_rows = policy.shared_rows(together, batch.width, responses.max_new_tokens)
+        shared_rows = policy.shared_rows(together, responses.width, responses.max_new_tokens)
         loss = loss_of(policy, responses, own, batch, shared_rows)
         parameters = list(policy.parameters.values())
         gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(

@@ -36,7 +36,7 @@ def user_gradients(
     *,
     batch_size: int,
     rows: int | None,
-) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, bool]]:
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor, bool]]:
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
     Args:
@@ -49,77 +49,69 @@ def user_gradients(
             of all rows of a user.
 
     Yields:
-        The users, ``[users]``, Σ weight · ∇ log π of parts of their rows,
-        ``[users, parts, dimension]``, float32 or wider, on the policy's device, in the order of
-        ``policy.parameters``, and whether these are the users' last parts. A user with more than
-        ``batch_size`` rows comes alone, in several turns if its rows are cut into parts.
+        The users, ``[users]``, −1 for a filler; the number of each part's first row, −1 for a
+        filler, ``[users, parts]``; Σ weight · ∇ log π of the parts, ``[users, parts, dimension]``,
+        float32 or wider, on the policy's device, in the order of ``policy.parameters``; and whether
+        these are the users' last parts. A user with more than ``batch_size`` rows comes alone, in
+        several turns if its rows are cut into parts.
     """
     if isinstance(policy, ExplicitPolicy):
         for users, scores in policy.user_scores(responses, weights):
             each = rows or scores.shape[1]
-            yield users, scores.view(len(users), -1, each, policy.dimension).sum(2), True
+            sums = scores.view(len(users), -1, each, policy.dimension).sum(2)
+            order = np.argsort(responses.user, kind="stable")
+            start = np.searchsorted(responses.user[order], users)
+            yield users, order[start[:, None] + each * np.arange(sums.shape[1])], sums, True
         return
     responses = language_model_rows(responses)
     engine = engine_of(policy, whole=True)
     if engine.alone and rows is not None:
         batch_size = rows  # a pass has one part
     for batch in micro_batches(responses, batch_size, rows or 1, alone=engine.alone):
-        if rows is None:
-            for number, part in enumerate(batch.parts()):
-                run_pass(engine, policy, responses, weights, part, more=number > 0)
-            yield batch.users, engine.gradients()[: len(batch.users), None], True
-            continue
-        for number, part in enumerate(batch.parts(), 1):
-            run_pass(engine, policy, responses, weights, part, parts=part.height // rows)
-            gradients = engine.gradients().view(batch.size, -1, policy.dimension)
-            of_users = gradients[: len(batch.users), : len(part.rows) // rows // len(batch.users)]
-            yield batch.users, of_users, number == batch.passes
+        passes = list(batch.passes())
+        for number, part in enumerate(passes, 1):
+            parts = len(batch.users) if rows is None else len(part.rows) // rows
+            more = rows is None and number > 1
+            run_pass(engine, policy, responses, weights, part, parts=parts, more=more)
+            if rows is None and number < len(passes):
+                continue
+            gradients = engine.gradients().view(len(batch.users), -1, policy.dimension)
+            first = part.rows.reshape(*gradients.shape[:2], -1)[..., 0]
+            yield batch.users, first, gradients, number == len(passes)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Users that are differentiated together: equal numbers of rows, equal padded width.
+    """Users that are differentiated together, each at its place.
 
-    Fillers (rows of weight 0) complete it to a shape that depends on the width and the number of
-    rows alone, so that no user's contribution depends on the others, not even by rounding (see
-    :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and its rows are cut into
-    passes of one shape: how many rows a user has decides how long it takes, and not whether it
-    fits into memory.
+    Shape and places follow from public numbers and the allocation; a place without a row has a
+    filler of weight 0 (see :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and
+    its places are cut into passes of one shape.
 
     Attributes:
-        users: Indices of the users, ``[users]``.
-        rows: Indices of their rows, ``[rows]``; the rows of a user are adjacent.
-        width: Number of tokens that prompts are padded to.
-        size: The number of users, fillers included.
-        height: The number of rows in a pass, fillers included.
-        passes: The number of passes; 1 where there are several users.
-        of_passes: The number of passes of the micro-batch that this is a pass of.
+        users: The number of the user at each place, −1 for a filler, ``[users]``.
+        rows: The number of the row at each place, −1 for a filler, ``[rows]``; those of a user are
+            adjacent.
+        height: The number of rows in a pass.
+        of_passes: The number of passes that the users' rows take.
     """
 
     users: NDArray[np.int64]
     rows: NDArray[np.int64]
-    width: int
-    size: int
     height: int
-    passes: int = 1
     of_passes: int = 1
 
-    def parts(self) -> Iterator[MicroBatch]:
-        """Yield the passes, each a micro-batch of the same users with some of their rows."""
-        if self.passes == 1:
-            yield self
-            return
-        for start in range(0, len(self.rows), self.height):
-            rows = self.rows[start : start + self.height]
-            yield MicroBatch(
-                self.users, rows, self.width, self.size, self.height, of_passes=self.passes
-            )
+    def passes(self) -> Iterator[MicroBatch]:
+        """Yield the passes with a row, each a micro-batch of the same users."""
+        for rows in self.rows.reshape(-1, self.height):
+            if (rows >= 0).any():
+                yield MicroBatch(self.users, rows, self.height, self.of_passes)
 
 
 def micro_batches(
     responses: Responses, batch_size: int, unit: int = 1, *, alone: bool = False
 ) -> Iterator[MicroBatch]:
-    """Cut the users into micro-batches of at most ``batch_size`` rows.
+    """Cut places into micro-batches of at most ``batch_size`` rows; yield those that have a row.
 
     Args:
         responses: The rows of all users of the round.
@@ -128,23 +120,22 @@ def micro_batches(
             prompt.
         alone: Whether a micro-batch has one user.
     """
-    counts = np.bincount(responses.user, minlength=responses.users)
-    widths = np.zeros(responses.users, dtype=np.int64)
-    np.maximum.at(widths, responses.user, responses.widths)
-    by_user = np.split(np.argsort(responses.user, kind="stable"), np.cumsum(counts)[:-1])
-    most = rows_of_a_pass(batch_size, responses.num_generations, unit)
-    for width, count in sorted(set(zip(widths.tolist(), counts.tolist(), strict=True))):
-        alike = np.flatnonzero((widths == width) & (counts == count))
-        if count > batch_size:
-            for user in alike:
-                passes = -(-count // most)
-                yield MicroBatch(np.array([user]), by_user[user], width, 1, most, passes)
+    each = max(math.prod(responses.grid.shape[1:]), 1)
+    grid = responses.grid.reshape(-1, each)
+    size = 1 if alone else max(1, batch_size // each)
+    height = size * each
+    if each > batch_size:
+        height = rows_of_a_pass(batch_size, responses.num_generations, unit)
+    of_passes = -(-size * each // height)
+    for start in range(0, responses.users, size):
+        places = grid[start : start + size]
+        if not (places >= 0).any():
             continue
-        size = 1 if alone else max(1, batch_size // max(count, 1))
-        for start in range(0, len(alike), size):
-            users = alike[start : start + size]
-            rows = np.concatenate([by_user[u] for u in users])
-            yield MicroBatch(users, rows, width, size, size * count)
+        users = np.full(size, -1)
+        users[: len(places)] = np.where((places >= 0).any(1), np.arange(len(places)) + start, -1)
+        rows = np.full(of_passes * height, -1)
+        rows[: places.size] = places.ravel()
+        yield MicroBatch(users, rows, height, of_passes)
 
 
 def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
@@ -201,9 +192,9 @@ def run_pass(
         parts: Number of parts of rows whose gradients are kept apart; None is one a user.
         more: Whether the pass adds to the gradients of the same user's earlier passes.
     """
-    users = parts or batch.size
+    users = parts or len(batch.users)
     num_generations = math.gcd(responses.num_generations, batch.height // users)
-    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    shared_rows = policy.shared_rows(num_generations, responses.width, responses.max_new_tokens)
     engine.run(
         lambda: loss_of(policy, responses, weights, batch, shared_rows),
         users=users,
@@ -222,7 +213,7 @@ def add_gradient(
 ) -> None:
     """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
     num_generations = math.gcd(responses.num_generations, batch.height)
-    shared_rows = policy.shared_rows(num_generations, batch.width, responses.max_new_tokens)
+    shared_rows = policy.shared_rows(num_generations, responses.width, responses.max_new_tokens)
     loss = loss_of(policy, responses, weights, batch, shared_rows)
     end = 0
     for gradient in gradient_of(loss, policy.parameters).values():
@@ -237,15 +228,14 @@ def loss_of(
     batch: MicroBatch,
     shared_rows: int,
 ) -> torch.Tensor:
-    """Return Σ weight · log π over the policy's own tokens of a micro-batch, a scalar."""
-    tokens, mask = responses.micro_batch(batch.rows, batch.width, batch.height)
-    tokens, mask = to_device(tokens, policy.device), to_device(mask, policy.device)
-    kept = responses.replay(batch.rows, batch.width, batch.height, shared_rows)
+    """Return Σ weight · log π over the policy's own tokens of a pass, a scalar."""
+    rows = batch.rows
+    tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
+    kept = responses.replay(rows, shared_rows)
     logprobs = policy.response_logprobs(tokens, mask, responses.max_new_tokens, shared_rows, kept)
     # where, not a product: a log-probability on padding may be −∞, and 0 · ∞ is NaN.
-    own = to_device(responses.policy_micro_batch(batch.rows, batch.height), policy.device)
+    own = to_device(responses.policy_micro_batch(rows), policy.device)
     real = torch.where(own.bool(), logprobs, 0.0)
-    weight = torch.zeros_like(real)
-    of_rows = torch.from_numpy(weights[batch.rows].reshape(len(batch.rows), -1))
-    weight[: len(of_rows)] = of_rows.to(real)
+    of_rows = weights[rows].reshape(len(rows), -1)
+    weight = torch.from_numpy(np.where(rows[:, None] < 0, 0.0, of_rows)).to(real)
     return (real * weight).sum()

@@ -289,6 +289,11 @@ class CausalLMPolicy:
         """The position of a text's first token."""
         return first_position(self.model)
 
+    @cached_property
+    def last_position(self) -> int:
+        """The position of the last token that the model has one for; 2⁶² without a limit."""
+        return self.first_position + int(min(self.room, 2.0**62)) - 1
+
     def position_ids(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the position of each token in its own text, without the padding before it.
 

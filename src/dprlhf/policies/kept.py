@@ -196,16 +196,18 @@ class Kept:
         self.batches.append({name: x for name, x in found.items() if calls[name] == steps})
         self.layouts.append(layout)
 
-    def found(self, rows: NDArray[np.int64], count: int) -> None:
+    def assign_rows(self, rows: NDArray[np.int64], count: int) -> None:
         """Record which rows the responses of the last micro-batch belong to.
 
         Args:
-            rows: The number of each response's row, in the order of the micro-batch.
+            rows: The number of each response's row, −1 for a filler, in the order of the
+                micro-batch.
             count: Number of rows in all.
         """
         if not len(self.batch):
             self.batch, self.place = np.full((2, count), -1)
-        self.batch[rows], self.place[rows] = len(self.batches) - 1, np.arange(len(rows))
+        real = np.flatnonzero(rows >= 0)
+        self.batch[rows[real]], self.place[rows[real]] = len(self.batches) - 1, real
 
     def take(self, rows: NDArray[np.int64]) -> Kept:
         """Return what is kept of these rows, in this order."""
@@ -286,8 +288,8 @@ class Replay:
 
     Args:
         kept: What sampling kept.
-        rows: Numbers of the rows; those that share a prompt are adjacent.
-        height: Number of rows with fillers.
+        rows: The number of the row at each place, −1 for a filler; those that share a prompt are
+            adjacent.
         width: Number of columns of a prompt.
         length: Length of a response in tokens.
         shared_rows: Number of rows behind one copy of their prompt.
@@ -298,17 +300,17 @@ class Replay:
         kept: Kept,
         rows: NDArray[np.int64],
         *,
-        height: int,
         width: int,
         length: int,
         shared_rows: int,
     ) -> None:
         self._kept, self._own, self._shared = kept, length - 1, shared_rows
-        self._inputs = height // shared_rows
+        self._inputs = len(rows) // shared_rows
         # Rows that share no prompt have a column of padding in front.
         self._columns = width if shared_rows > 1 else 1 + width
-        self._place, batch = kept.place[rows], kept.batch[rows]
-        self._rows = [(b, np.flatnonzero(batch == b)) for b in np.unique(batch).tolist()]
+        self._place, batch = kept.place[rows], np.where(rows < 0, -1, kept.batch[rows])
+        some = np.unique(batch[rows >= 0]).tolist()
+        self._rows = [(b, np.flatnonzero(batch == b)) for b in some]
 
     def fits(self, policy: Any) -> bool:
         """Return whether the policy still has the parameters that computed the kept outputs."""

@@ -25,6 +25,9 @@ class Data(Settings):
             Null makes every row a user of its own.
         max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
             the rows. Further ones are dropped.
+        prompts_per_round: Number of these that take part in a round of the user, drawn anew from
+            the run's key; null takes all. A round computes as many rows for each user, also for one
+            with fewer prompts.
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
         max_prompt_tokens: Keep only this many tokens from the end of a prompt: a longer one loses
             its beginning.
@@ -39,6 +42,7 @@ class Data(Settings):
     prompt_column: str = "prompt"
     user_column: str | None = None
     max_prompts_per_user: PositiveInt = 1
+    prompts_per_round: PositiveInt | None = None
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
     skip: Annotated[int, Field(ge=0)] = 0
@@ -48,6 +52,12 @@ class Data(Settings):
     def columns(self) -> tuple[str, ...]:
         """Names of the columns that every row must have, without the user column."""
         return (self.prompt_column,)
+
+    @property
+    def prompts_in_round(self) -> int:
+        """The most prompts of a user in a round."""
+        most = self.max_prompts_per_user
+        return most if self.prompts_per_round is None else min(most, self.prompts_per_round)
 
     @property
     def kept(self) -> str:

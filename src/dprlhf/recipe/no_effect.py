@@ -27,8 +27,9 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     if optimizer.name != "adam-corrected" and changed(optimizer, "noise_floor"):
         yield "optimizer.noise_floor", f"with optimizer.name {optimizer.name}"
     data = recipe.data
-    if data.user_column is None and changed(data, "max_prompts_per_user"):
-        yield "data.max_prompts_per_user", "without data.user_column: each row is a user"
+    for name in ("max_prompts_per_user", "prompts_per_round"):
+        if data.user_column is None and changed(data, name):
+            yield f"data.{name}", "without data.user_column: each row is a user"
     if Path(data.path).is_file():
         for name in ("name", "split"):
             if changed(data, name):

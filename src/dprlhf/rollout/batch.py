@@ -1,17 +1,16 @@
-"""What sampling returns, and how its rows become micro-batches of fixed shape."""
+"""What sampling returns, and how its rows become micro-batches of fixed shape and place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dprlhf.data.users import Prompts
+from dprlhf.data.users import Prompts, in_grid
 from dprlhf.policies.kept import Kept, Replay
 
 Tick = Callable[[int], None]
@@ -27,13 +26,13 @@ class Responses:
             responses on the right.
         mask: 1 where a token is real, ``[rows, prompt + response]``.
         prompt: Number of the prompt that a row answers, ``[rows]``; rows of a prompt are adjacent.
-        user: Number of the user that a row belongs to within the batch, ``[rows]``.
+        user: Number of the user that a row belongs to within the batch, ``[rows]``; in a private
+            round its rank among the round's users, those without a row included.
         from_base: True where the row was sampled from μ, ``[rows]``.
         texts: The responses as text, ``[rows]``.
         prompts: The prompts in the form that the dataset has them.
-        users: Number of users in the batch.
+        users: Number of users in the batch, those without a row included.
         max_new_tokens: Width of the response part, in tokens.
-        max_prompt_tokens: Upper bound on a prompt's length in tokens, a public number.
         num_generations: Number of adjacent rows that answer the same prompt, token for token; a
             public number.
         tool_mask: 0 where a response token came from a tool or an environment, 1 where the policy
@@ -49,6 +48,9 @@ class Responses:
         left_out: True where a response counts in no update, because it did not end,
             ``[rows]``; None where all count.
         kept: What the model computed as it sampled the responses; None where nothing was kept.
+        grid: The number of the row at each place, −1 where there is none, ``[users, prompts,
+            responses]``. A private round has it from the allocation and public numbers
+            (:attr:`Prompts.grid`); by default the rows stand one after the other.
     """
 
     tokens: torch.Tensor
@@ -60,7 +62,6 @@ class Responses:
     prompts: Prompts
     users: int
     max_new_tokens: int
-    max_prompt_tokens: int
     num_generations: int = 1
     tool_mask: torch.Tensor | None = None
     completions: list[list[dict[str, Any]]] | None = None
@@ -69,6 +70,20 @@ class Responses:
     failed: NDArray[np.bool_] | None = None
     left_out: NDArray[np.bool_] | None = None
     kept: Kept | None = None
+    grid: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        if self.grid.ndim != 3:
+            own, first, prompt = np.unique(self.prompt, return_index=True, return_inverse=True)
+            prompts = in_grid(self.user[first], self.users)
+            rows = in_grid(prompt, len(own))[prompts] if len(own) else prompts[..., None]
+            grid = np.where(prompts[..., None] < 0, -1, rows)
+            object.__setattr__(self, "grid", grid)
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the prompt part."""
+        return self.tokens.shape[1] - self.max_new_tokens
 
     @property
     def response_mask(self) -> torch.Tensor:
@@ -101,29 +116,16 @@ class Responses:
         """Number of turns of each response, ``[rows]``."""
         return [int(last) + 1 for last in self.turn[:, -1]]
 
-    @property
-    def prompt_tokens(self) -> list[list[int]]:
-        """The tokens of each prompt, without padding."""
-        _, first = np.unique(self.prompt, return_index=True)
-        tokens, mask = (
-            self.tokens[first, : -self.max_new_tokens],
-            self.mask[first, : -self.max_new_tokens],
-        )
-        return [t[m.bool()].tolist() for t, m in zip(tokens, mask, strict=True)]
-
-    @property
-    def widths(self) -> NDArray[np.int64]:
-        """Width that each row's prompt is padded to, ``[rows]``; its own length alone decides."""
-        lengths = self.mask[:, : -self.max_new_tokens].sum(1).numpy()
-        widths: NDArray[np.int64] = padded_width(lengths, self.max_prompt_tokens)
-        return widths
-
     def take(self, rows: NDArray[np.int64]) -> Responses:
-        """Return these rows, in this order; users, prompts and shapes stay as they are.
+        """Return these rows, in this order; users and prompts stay as they are.
 
-        ``num_generations`` is kept: the caller takes either all rows of a prompt or, of each
-        prompt, the same number of adjacent ones.
+        The rows are, of each prompt, the same number, in an order that is the same for all: a row's
+        place then follows from public numbers again.
         """
+        number = np.full(len(self.user) + 1, len(rows))  # the last one for places without a row
+        number[rows] = np.arange(len(rows))
+        grid = np.sort(number[self.grid], axis=2)
+        each = int((grid < len(rows)).sum(2).max(initial=0))
         messages = self.completions
         chosen = {
             "tokens": self.tokens[rows],
@@ -139,63 +141,89 @@ class Responses:
             "failed": None if self.failed is None else self.failed[rows],
             "left_out": None if self.left_out is None else self.left_out[rows],
             "kept": None if self.kept is None else self.kept.take(rows),
+            "grid": np.where(grid < len(rows), grid, -1)[:, :, :each],
+            "num_generations": min(self.num_generations, max(each, 1)),
         }
         return Responses(**{**vars(self), **chosen})
 
-    def micro_batch(
-        self, chosen: NDArray[np.int64], width: int, size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and mask of some rows at a fixed shape, ``[size, width + response]``.
+    def micro_batch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and mask of the rows at some places, ``[places, prompt + response]``.
 
-        Rows from ``len(chosen)`` on are fillers, which belong to no user: one token repeated after
-        a prompt of one token.
+        A place without a row has a filler, which belongs to no user: one token repeated after a
+        prompt of one token.
 
         Args:
-            chosen: Row numbers, at most ``size``.
-            width: Width of the prompt part.
-            size: Number of rows of the micro-batch.
+            rows: The number of the row at each place, −1 where there is none.
         """
-        missing = (width + self.max_new_tokens - self.tokens.shape[1], 0)
-        filling = (0, 0, 0, size - len(chosen))
-        # A negative pad cuts: the columns on the left are padding in all of these rows.
-        tokens, mask = (F.pad(t[chosen], missing) for t in (self.tokens, self.mask))
-        tokens, mask = F.pad(tokens, filling), F.pad(mask, filling)
-        mask[len(chosen) :, width - 1 :] = 1
+        filler = torch.from_numpy(rows < 0)
+        tokens, mask = self.tokens[rows], self.mask[rows]  # −1 is a row, too: it is written over
+        tokens[filler], mask[filler] = 0, 0
+        mask[filler, self.width - 1 :] = 1
         return tokens, mask
 
-    def replay(
-        self, chosen: NDArray[np.int64], width: int, size: int, shared_rows: int
-    ) -> Replay | None:
+    def replay(self, rows: NDArray[np.int64], shared_rows: int) -> Replay | None:
         """Return what sampling kept of a micro-batch; None where it kept nothing.
 
         Args:
-            chosen: Row numbers, as for :meth:`micro_batch`.
-            width: Width of the prompt part.
-            size: Number of rows of the micro-batch.
+            rows: Row numbers, as for :meth:`micro_batch`.
             shared_rows: Number of rows that go behind one copy of their prompt.
         """
         if self.kept is None:
             return None
-        return Replay(
-            self.kept,
-            chosen,
-            height=size,
-            width=width,
-            length=self.max_new_tokens,
-            shared_rows=shared_rows,
-        )
+        sizes = {"width": self.width, "length": self.max_new_tokens, "shared_rows": shared_rows}
+        return Replay(self.kept, rows, **sizes)
 
-    def policy_micro_batch(self, chosen: NDArray[np.int64], size: int) -> torch.Tensor:
-        """Return :attr:`policy_mask` of a micro-batch, ``[size, response]``; 0 in fillers."""
-        own = self.response_mask[chosen]
+    def policy_micro_batch(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Return :attr:`policy_mask` of a micro-batch, ``[places, response]``; 0 in fillers."""
+        own = self.response_mask[rows]
         if self.tool_mask is not None:
-            own = own * self.tool_mask[chosen]
-        return F.pad(own, (0, 0, 0, size - len(chosen)))
+            own = own * self.tool_mask[rows]
+        return own * torch.from_numpy(rows >= 0)[:, None]
 
 
 _WIDTH_STEP = 16
 
 
-def padded_width(length: Any, max_prompt_tokens: int) -> Any:
-    """Round a prompt's length up to a multiple of 16, but not beyond the longest prompt."""
-    return np.minimum(-(-length // _WIDTH_STEP) * _WIDTH_STEP, max_prompt_tokens)
+def prompt_width(prompts: Prompts, tokens: Sequence[Sequence[int]], longest: int) -> int:
+    """Return the number of columns of the prompt part.
+
+    Args:
+        prompts: The prompts. Those of a private round have the public bound, whatever they are.
+        tokens: Their tokens; of public prompts the longest decides, in steps of 16.
+        longest: The public bound on a prompt's length in tokens.
+    """
+    if prompts.round_users is not None:
+        return longest
+    widest = max(map(len, tokens), default=0)
+    return min(-(-widest // _WIDTH_STEP) * _WIDTH_STEP, longest)
+
+
+def rows_of(prompts: Prompts, each: int) -> dict[str, Any]:
+    """Return the fields of :class:`Responses` that say which rows there are, and where.
+
+    Args:
+        prompts: The prompts.
+        each: The number of adjacent rows of each.
+    """
+    number, users = prompts.numbers
+    grid = prompts.grid[..., None]
+    return {
+        "prompt": np.repeat(np.arange(len(prompts)), each),
+        "user": np.repeat(number, each),
+        "prompts": prompts,
+        "users": users,
+        "grid": np.where(grid < 0, -1, each * grid + np.arange(each)),
+    }
+
+
+def in_batches(places: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Cut places into batches of a fixed size, and yield those that have more than fillers.
+
+    Args:
+        places: What is at each place, −1 for nothing, ``[places]``.
+        size: The number of places of a batch; −1 fills up the last one.
+    """
+    for start in range(0, len(places), size):
+        batch = places[start : start + size]
+        if (batch >= 0).any():
+            yield np.pad(batch, (0, size - len(batch)), constant_values=-1)

@@ -11,7 +11,6 @@ is in the micro-batch, on its size, or on which process it runs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,40 +109,45 @@ def draw(
 @torch.no_grad()
 def decode(
     policy: CausalLMPolicy,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int] | None],
     uniforms: torch.Tensor,
     *,
-    size: int,
     width: int,
+    room: Sequence[int] | None = None,
     static: StaticSteps | None = None,
     watch: Callable[[torch.Tensor], None] | None = None,
 ) -> list[list[int]]:
-    """Sample several responses for each prompt, at shapes that ``size`` and ``width`` alone fix.
+    """Sample several responses for each prompt, which stays at its place among the prompts.
 
     Args:
         policy: The policy; its adapter is on or off as the caller left it.
-        prompts: At most ``size`` token lists, none empty or longer than ``width``.
+        prompts: The tokens of the prompt at each place, none empty or longer than ``width``; None
+            for a filler.
         uniforms: Uniform random numbers that decide the tokens,
             ``[prompts, num_generations, max_new_tokens]``, float64.
-        size: Number of prompts in the micro-batch; fillers make up the rest.
         width: Number of columns for prompts, padded on the left; one padding column comes before.
+        room: The most tokens of a response to each prompt; None for ``max_new_tokens``.
         static: Steps over fixed tensors, of these shapes; None for steps that grow.
         watch: Called with the logits of each step, ``[rows, vocabulary]``; the next step may write
             over them.
 
     Returns:
         ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
-        prompt adjacent. A response includes its end-of-sequence token or stop string, which was
-        sampled too.
+        prompt adjacent; a filler's are empty. A response includes its end-of-sequence token or stop
+        string, which was sampled too.
     """
-    _, num_generations, max_new_tokens = uniforms.shape
-    device, real, pad = policy.device, len(prompts), policy.tokenizer.pad_token_id
-    ids, mask = (to_device(t, device) for t in _padded(prompts, size, width, pad))
+    size, num_generations, max_new_tokens = uniforms.shape
+    device, pad = policy.device, policy.tokenizer.pad_token_id
+    ids, mask = (to_device(t, device) for t in _padded(prompts, width, pad))
     ends = torch.tensor(policy.end_tokens, device=device)
-    draws = to_device(F.pad(uniforms, (0, 0, 0, 0, 0, size - real), value=0.5), device)
+    draws = to_device(uniforms, device)
+    most = [0 if p is None else max_new_tokens for p in prompts]
+    if room is not None:
+        most = [min(both) for both in zip(most, room, strict=True)]
+    left = to_device(torch.tensor(most).repeat_interleave(num_generations), device)
     tokens = torch.full((size * num_generations, max_new_tokens), pad, device=device)
-    ended = torch.arange(size * num_generations, device=device) >= real * num_generations
-    lengths = torch.zeros_like(ended, dtype=torch.long)
+    ended = left == 0
+    lengths = torch.zeros_like(left)
     output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
     # A row of the first logits is a prompt; from here on, a row is a response.
@@ -161,11 +165,11 @@ def decode(
         ended |= torch.isin(chosen, ends)
         if policy.stop is not None:
             ended |= policy.stop.completed(tokens[:, : step + 1])
+        ended |= lengths == left
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
         logits = steps.logits(tokens[:, step], step, cache)
-    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
-    return [row[:length] for row, length in itertools.islice(rows, real * num_generations)]
+    return [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
 
 
 @torch.no_grad()
@@ -192,7 +196,7 @@ def try_last_step(
         static: Steps over fixed tensors, of these shapes; None for steps that grow.
     """
     device, pad = policy.device, policy.tokenizer.pad_token_id
-    ids, mask = (t.to(device) for t in _padded([], size, width, pad))
+    ids, mask = (t.to(device) for t in _padded([None] * size, width, pad))
     rows, last, cache = size * num_generations, max(max_new_tokens - 2, 0), None
     steps: Steps | StaticSteps
     if static is not None:
@@ -200,7 +204,7 @@ def try_last_step(
         static.start(mask, _prefill(policy, ids, mask))
     else:
         steps = Steps(policy, mask, num_generations, max_new_tokens)
-        long = (t.to(device) for t in _padded([], 1, width + last * steps.shared, pad))
+        long = (t.to(device) for t in _padded([None], width + last * steps.shared, pad))
         cache = _prefill(policy, *long).past_key_values
         cache.reorder_cache(torch.zeros_like(steps.prompt_of_row))
         reserve(cache, steps.shared)
@@ -273,6 +277,7 @@ class Steps:
         )
         of_rows = mask[self.prompt_of_row]
         self._next = policy.position_ids(of_rows)[:, -1:] + 1
+        self._last = policy.last_position
         if self.shared > 1:
             dtype = policy.model.get_input_embeddings().weight.dtype
             self._seen = own_tokens_behind_prompt(of_rows, self.shared, max_new_tokens, dtype)
@@ -290,7 +295,8 @@ class Steps:
         output = self._policy.model(
             input_ids=tokens.view(-1, self.shared),
             attention_mask=self._seen[..., : self._columns + (step + 1) * self.shared],
-            position_ids=(self._next + step).expand(-1, self.shared),
+            # A response that has ended is computed on, where there may be no positions for it.
+            position_ids=(self._next + step).clamp(max=self._last).expand(-1, self.shared),
             past_key_values=cache,
             use_cache=True,
         )
@@ -299,13 +305,15 @@ class Steps:
 
 
 def _padded(
-    prompts: Sequence[list[int]], size: int, width: int, pad: int
+    prompts: Sequence[list[int] | None], width: int, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts padded on the left and their mask, ``[size, 1 + width]``."""
-    ids = torch.full((size, 1 + width), pad)
-    mask = torch.zeros((size, 1 + width), dtype=torch.long)
+    """Return prompts padded on the left and their mask, ``[prompts, 1 + width]``."""
+    ids = torch.full((len(prompts), 1 + width), pad)
+    mask = torch.zeros_like(ids)
     mask[:, width:] = 1  # a filler's prompt is one token
     for row, prompt in enumerate(prompts):
+        if prompt is None:
+            continue
         ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
         mask[row, 1 + width - len(prompt) :] = 1
     return ids, mask

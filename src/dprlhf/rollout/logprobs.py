@@ -10,6 +10,7 @@ from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
+from dprlhf.rollout.batch import in_batches
 
 Array = NDArray[np.float64]
 
@@ -29,7 +30,6 @@ def token_logprobs(
     policy: CausalLMPolicy,
     responses: Responses,
     batch_size: int,
-    rows: NDArray[np.int64] | None = None,
 ) -> Array:
     """Return log π_θ(token | what stands before it) of the policy's own tokens; 0 on others.
 
@@ -41,35 +41,28 @@ def token_logprobs(
     Args:
         policy: π_θ; inside ``policy.base()`` it is the reference policy.
         responses: Responses of all users of the round.
-        batch_size: Rows computed at once. Shapes are fixed, so no row depends on the others.
-        rows: Row numbers to compute, in order; None takes all.
+        batch_size: Rows computed at once, each at its place, so no row depends on the others.
 
     Returns:
         ``[rows, response]``, float64.
     """
-    # With chosen rows, some of a prompt's rows may be missing.
-    num_generations = responses.num_generations if rows is None else 1
-    rows = np.arange(len(responses.user)) if rows is None else rows
-    found = np.zeros((len(rows), responses.max_new_tokens))
-    widths = responses.widths[rows]
-    for width in np.unique(widths):
-        alike = np.flatnonzero(widths == width)
-        shared_rows = policy.shared_rows(num_generations, int(width), responses.max_new_tokens)
-        size = max(1, batch_size // shared_rows) * shared_rows
-        for start in range(0, len(alike), size):
-            places = alike[start : start + size]
-            tokens, mask = responses.micro_batch(rows[places], int(width), size)
-            tokens, mask = to_device(tokens, policy.device), to_device(mask, policy.device)
-            logprobs = policy.response_logprobs(
-                tokens,
-                mask,
-                responses.max_new_tokens,
-                shared_rows,
-                responses.replay(rows[places], int(width), size, shared_rows),
-            )
-            own = to_device(responses.policy_micro_batch(rows[places], size), policy.device)
-            real = torch.where(own.bool(), logprobs, 0.0)
-            found[places] = real[: len(places)].double().cpu().numpy()
+    found = np.zeros((len(responses.user), responses.max_new_tokens))
+    shared_rows = policy.shared_rows(
+        responses.num_generations, responses.width, responses.max_new_tokens
+    )
+    size = max(1, batch_size // shared_rows) * shared_rows
+    for rows in in_batches(responses.grid.ravel(), size):
+        tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
+        logprobs = policy.response_logprobs(
+            tokens,
+            mask,
+            responses.max_new_tokens,
+            shared_rows,
+            responses.replay(rows, shared_rows),
+        )
+        own = to_device(responses.policy_micro_batch(rows), policy.device)
+        real = torch.where(own.bool(), logprobs, 0.0).double().cpu().numpy()
+        found[rows[rows >= 0]] = real[rows >= 0]
     return found
 
 
@@ -77,7 +70,6 @@ def log_ratio_to_base(
     policy: CausalLMPolicy,
     responses: Responses,
     batch_size: int,
-    rows: NDArray[np.int64] | None = None,
 ) -> Array:
     """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does.
 
@@ -85,6 +77,6 @@ def log_ratio_to_base(
     ratio would be infinite at a token that only one of them keeps.
     """
     with policy.sampled_with(policy.sampling.untruncated()):
-        current = token_logprobs(policy, responses, batch_size, rows)
+        current = token_logprobs(policy, responses, batch_size)
         with policy.base():
-            return current - token_logprobs(policy, responses, batch_size, rows)
+            return current - token_logprobs(policy, responses, batch_size)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -19,7 +20,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Kept, Layout, room_for
 from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
-from dprlhf.rollout.batch import Responses, Tick, padded_width
+from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
 from dprlhf.rollout.decoding import batch_size, decode
 from dprlhf.rollout.static_steps import StaticSteps, check_static
 
@@ -244,7 +245,7 @@ def _as_seen(
     given = list(prompts.prompts)
     for n in (n for n, tokens in enumerate(whole) if len(tokens) > most):
         given[n] = left_of(policy, given[n], encoded[n])
-    return encoded, Prompts(given, prompts.users, prompts.slots, prompts.columns, prompts.in_rows)
+    return encoded, prompts.changed(prompts=given)
 
 
 def left_of(policy: CausalLMPolicy, prompt: Any, tokens: Sequence[int]) -> Any:
@@ -269,7 +270,7 @@ def _one_turn(
     """Sample responses of one turn with these draws, ``[prompts, k, max_new_tokens]``."""
     k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded, prompts = _as_seen(policy, prompts, max_prompt_tokens)
-    width = int(padded_width(max(map(len, encoded), default=0), max_prompt_tokens))
+    width = prompt_width(prompts, encoded, max_prompt_tokens)
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     failed = np.zeros(len(tokens), dtype=bool)
@@ -280,15 +281,17 @@ def _one_turn(
 
         generate = vllm.generate
     else:
-        generate = partial(generate_rows, max_prompt_tokens=max_prompt_tokens, kept=kept)
+        generate = partial(generate_rows, places=prompts.places, width=width, kept=kept)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
     # and saves filler rows only.
     for base in np.unique(from_base):
         numbers = np.flatnonzero(from_base == base)
-        row_of = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
+        row_of = np.append((k * np.arange(len(prompts))[:, None] + numbers).ravel(), -1)
         with policy.base() if base else contextlib.nullcontext():
             for positions, responses in generate(policy, encoded, draws[:, numbers], spec):
                 for row, response in zip(row_of[positions], responses, strict=True):
+                    if row < 0:
+                        continue
                     prompt = encoded[row // k]
                     failed[row] = response is None
                     response = response or policy.end_tokens[:1] or [0]
@@ -296,22 +299,17 @@ def _one_turn(
                     tokens[row, columns] = torch.tensor(prompt + response)
                     mask[row, columns] = 1
                 if kept is not None:
-                    kept.found(row_of[positions], len(tokens))
+                    kept.assign_rows(row_of[positions], len(tokens))
                 if tick is not None:
-                    tick(len(positions))
-    _, user = np.unique(prompts.users, return_inverse=True)
+                    tick(int((positions >= 0).sum()))
     written = zip(tokens[:, width:], mask[:, width:], strict=True)
     return Responses(
         tokens=tokens,
         mask=mask,
-        prompt=np.repeat(np.arange(len(prompts)), k),
-        user=np.repeat(user, k),
+        **rows_of(prompts, k),
         from_base=np.tile(from_base, len(prompts)),
         texts=[text_of_tokens(policy, t[m.bool()]) for t, m in written],
-        prompts=prompts,
-        users=len(np.unique(prompts.users)),
         max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
         num_generations=k,
         failed=failed if spec.backend == "vllm" else None,
         kept=kept if kept is not None and kept.batches else None,
@@ -357,20 +355,25 @@ def generate_rows(
     draws: torch.Tensor,
     spec: recipe.Rollout,
     *,
-    max_prompt_tokens: int,
+    places: NDArray[np.int64],
+    width: int,
+    room: Sequence[int] | None = None,
     kept: Kept | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
     """Yield row numbers in the flat ``[prompts · num_generations]``, with their responses.
 
-    Prompts of one padded width go together. All responses to a prompt share its prefill, or the
-    largest divisor of their number that fits into a micro-batch.
+    A micro-batch has a number of places that follow one another, and all have one width. All
+    responses to a prompt share its prefill, or the largest divisor of their number that fits into a
+    micro-batch. A filler has the row number −1.
 
     Args:
         policy: The policy.
         prompts: Their tokens.
         draws: Uniform draws, ``[prompts, num_generations, max_new_tokens]``.
         spec: Rollout settings.
-        max_prompt_tokens: Longest prompt in tokens.
+        places: The number of the prompt at each place, −1 where there is none, ``[places]``.
+        width: Number of columns for prompts.
+        room: The most tokens of a response to each prompt; None for ``max_new_tokens``.
         kept: Where to keep what the model computes; None keeps nothing.
     """
     _, num_generations, max_new_tokens = draws.shape
@@ -378,32 +381,25 @@ def generate_rows(
         "resolve_batch_size() turns auto into a number, once for a run"
     )
     size, together = prompts_at_once(spec.batch_size, num_generations)
-    groups = draws.reshape(-1, together, max_new_tokens)
-    prompt_of = np.arange(len(groups)) * together // num_generations
-    lengths = np.array([len(p) for p in prompts], dtype=np.int64)
-    widths = padded_width(lengths, max_prompt_tokens)[prompt_of]
-    for width in np.unique(widths):
-        alike = np.flatnonzero(widths == width)
-        static = None
-        if spec.cuda_graphs:
-            assert kept is None, "a graph calls no hook"
-            static = StaticSteps(
+    parts = num_generations // together
+    of_parts = np.arange(parts) + parts * places[:, None]
+    groups = F.pad(draws.reshape(-1, together, max_new_tokens), (0, 0, 0, 0, 0, 1), value=0.5)
+    static = None
+    if spec.cuda_graphs:
+        assert kept is None, "a graph calls no hook"
+        sizes = {"num_generations": together, "max_new_tokens": max_new_tokens}
+        static = StaticSteps(policy, size=size, width=width, **sizes)
+    layout = Layout(size, 1 + width, together, max_new_tokens)
+    for group in in_batches(np.where(places[:, None] < 0, -1, of_parts).ravel(), size):
+        asked = [None if g < 0 else int(g) // parts for g in group]
+        with contextlib.nullcontext() if kept is None else kept.recording(layout):
+            responses = decode(
                 policy,
-                size=size,
-                width=int(width),
-                num_generations=together,
-                max_new_tokens=max_new_tokens,
+                [None if p is None else prompts[p] for p in asked],
+                groups[group],
+                width=width,
+                room=None if room is None else [0 if p is None else room[p] for p in asked],
+                static=static,
             )
-        for start in range(0, len(alike), size):
-            chosen = alike[start : start + size]
-            layout = Layout(size, 1 + int(width), together, max_new_tokens)
-            with contextlib.nullcontext() if kept is None else kept.recording(layout):
-                responses = decode(
-                    policy,
-                    [prompts[p] for p in prompt_of[chosen]],
-                    groups[chosen],
-                    size=size,
-                    width=int(width),
-                    static=static,
-                )
-            yield (chosen[:, None] * together + np.arange(together)).ravel(), responses
+        rows = group[:, None] * together + np.arange(together)
+        yield np.where(group[:, None] < 0, -1, rows).ravel(), responses

@@ -158,7 +158,8 @@ class StaticSteps:
         self._tokens.copy_(tokens.view_as(self._tokens))
         self._run()
         self._now += self.shared
-        self._positions += 1
+        # A response that has ended is computed on, where there may be no positions for it.
+        self._positions.add_(1).clamp_(max=self._policy.last_position)
         return self._logits
 
     def _prepare(self, given: Any, logits: torch.Tensor) -> None:

@@ -247,7 +247,6 @@ def _responses(users: Sequence[int], seed: int) -> Responses:
         prompts=Prompts([""] * len(made), owner, slots, {}),
         users=len(users),
         max_new_tokens=_LONGEST_RESPONSE,
-        max_prompt_tokens=_LONGEST_PROMPT,
         num_generations=k,
     )
 

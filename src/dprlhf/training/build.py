@@ -56,7 +56,7 @@ from dprlhf.runs.opening import (
     uncounted,
 )
 from dprlhf.training.callbacks import as_functions, taken
-from dprlhf.training.layout import settle_layout
+from dprlhf.training.layout import check_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
 from dprlhf.training.recipe_plan import plan_of_run, resolve_dtype
@@ -149,9 +149,8 @@ def load_parts(
     with default_torch_state():  # a reward's module may set threads as it is loaded
         stage.settle(prepared)
     prepared.recipe = stage.recipe
-    shapes, prepared.rounding = settle_layout(policy, stage.shapes, processes)
-    policy.set_up.keep(policy.network, "config")  # in which attention has now been settled
-    stage.lay_out(shapes)
+    prepared.rounding = check_layout(policy, stage.shapes, processes)
+    policy.set_up.keep(policy.network, "config")
     prepared.plan = plan_of_run(stage.recipe, users, opened, sources)
     with default_torch_state():
         stage.load(prepared)

@@ -100,7 +100,7 @@ def dry_run_stage(
         some = public.first(size)
         seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)  # warms up
         seconds = seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)
-        drawn = plan.rounds * plan.expected_batch_size * recipe.data.max_prompts_per_user
+        drawn = plan.rounds * plan.expected_batch_size * recipe.data.prompts_in_round
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {

@@ -229,6 +229,7 @@ def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
         "texts": [texts[place] for place in order],
         "prompts": Prompts(**{**vars(prompts), "prompts": [asked[place] for place in order]}),
         "users": int(user.max()) + 1,
+        "grid": np.empty(0, dtype=np.int64),
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }
     return Responses(**{**vars(found[0]), **of_all})

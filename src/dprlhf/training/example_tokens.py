@@ -15,7 +15,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
-from dprlhf.rollout.batch import padded_width
+from dprlhf.rollout.batch import prompt_width, rows_of
 
 
 def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> None:
@@ -129,7 +129,7 @@ def pack(
     Raises:
         DprlhfError: The model has no embedding for one of the tokens.
     """
-    width = int(padded_width(max(map(len, prompts), default=0), max_prompt_tokens))
+    width = prompt_width(examples, prompts, max_prompt_tokens)
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -137,16 +137,11 @@ def pack(
         tokens[row, place] = torch.tensor(model.known([*prompt, *answer]))
         mask[row, place] = 1
     copies = len(prompts) // len(examples) if len(examples) else 1
-    own, user = np.unique(examples.users, return_inverse=True)
     return Responses(
         tokens=tokens,
         mask=mask,
-        prompt=np.repeat(np.arange(len(examples)), copies),
-        user=np.repeat(user, copies),
+        **rows_of(examples, copies),
         from_base=np.zeros(len(prompts), dtype=bool),
         texts=[""] * len(prompts),
-        prompts=examples,
-        users=len(own),
         max_new_tokens=length,
-        max_prompt_tokens=max_prompt_tokens,
     )

@@ -248,7 +248,7 @@ def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
     lacking = {reward.times_column for reward in settings.rewards} - {None, *prompts.columns}
     ones = {str(name): [1.0] * len(prompts) for name in lacking}
     columns = {**prompts.columns, **ones}
-    return Prompts(prompts.prompts, prompts.users, prompts.slots, columns, prompts.in_rows)
+    return prompts.changed(columns=columns)
 
 
 def written_prompts(

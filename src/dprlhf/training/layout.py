@@ -1,19 +1,19 @@
-"""Startup checks on made-up rows: the largest batches fit, and no row changes another's values.
+"""Startup checks on made-up rows: the largest batches fit, and no user changes another's values.
 
 The largest batches must fit into memory, and a row's floating-point values must not depend on the
-other rows of its batch. Otherwise a user could end the run, or change another user's contribution
-by rounding. Both depend on the machine, so both are tried on it, at the run's own shapes:
+contents of the other rows of its batch. Otherwise a user could end the run, or change another
+user's contribution by rounding. Both depend on the machine, so both are tried on it, at the run's
+own shapes:
 
 - **memory**: sampling and the gradient at the longest prompt, and the gradient of a user with all
   the prompts that a user may have;
-- **rounding**: the values of a row must be the same, bit for bit, at another place of a micro-batch
-  and with other rows and fillers around it. On two threads, PyTorch's fused attention on a CPU is
-  known to break this in float32.
+- **contents**: a made-up row keeps its place, and its values must keep all their bits where the
+  other rows are blank, longer, shorter or of other tokens, and where nothing changes at all. Shapes
+  and places are public constants (:mod:`dprlhf.rollout`), so a kernel may round by them.
 
-Where rows do move each other, the model's attention becomes plain matrix products (``eager``);
-where that is not enough, a micro-batch holds the responses to one prompt of one user. Where even
-then the same rows give other bits, the run is refused. The adapter has random weights meanwhile,
-because one that starts at zero would hide its own rounding.
+Where a value changes, the run is refused. The adapter has random weights meanwhile, because one
+that starts at zero would hide its own rounding. The proof, and what the check cannot see, is in
+``docs/proofs/fixed_places.md``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rollout.batch import padded_width
 from dprlhf.rollout.decoding import try_last_step
 from dprlhf.rollout.sampling import prompts_at_once
 from dprlhf.training.made_up_rounds import (
     Shapes,
+    Values,
     check_gradients,
     contributions,
     distance_by_padding,
@@ -43,133 +43,83 @@ from dprlhf.training.made_up_rounds import (
 from dprlhf.training.processes import Processes
 
 
-def settle_layout(
-    policy: CausalLMPolicy, shapes: Shapes, processes: Processes
-) -> tuple[Shapes, str]:
-    """Choose a layout in which no row moves another on this machine, and try its largest shapes.
+def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -> str:
+    """Try the run's shapes on this machine, and that no made-up row changes another's values.
 
     Args:
-        policy: The policy, on its device. Its attention may change, and whether its users are
-            differentiated one at a time; its parameters do not.
+        policy: The policy, on its device. Its parameters do not change; whether its users are
+            differentiated one at a time may.
         shapes: The shapes of the run.
-        processes: This process among those of the launch, which all use one layout.
+        processes: This process among those of the launch.
 
     Returns:
-        The shapes to use, and a sentence for the privacy card.
+        A sentence for the privacy card.
 
     Raises:
-        DprlhfError: A shape does not fit into memory, or no layout keeps rows apart.
+        DprlhfError: A shape does not fit into memory, or a row changes with the others.
     """
     with _random_adapter(policy):
         check_gradients(policy, shapes)
-    if policy.one_user_a_pass is not None and processes.main:
-        print(
-            f"dprlhf: each user is differentiated alone, which is slower: {policy.one_user_a_pass}",
-            file=sys.stderr,
-        )
-    for name, change in _LAYOUTS.items():
-        tried = change(policy, shapes)
-        if tried is None:
-            continue
-        with _random_adapter(policy):
-            moved, problem = _outcome(policy, tried)
-        counts = torch.tensor([moved is not None, problem is not None], dtype=torch.float64)
-        of_all = processes.sum(counts)
-        if of_all[1] > 0:
-            raise problem or DprlhfError("another process ran out of memory as it tried its shapes")
-        if of_all[0] == 0:
-            if name != "batches" and processes.main:
-                hint = _HALF if name == "alone" and _is_half(policy) else ""
-                print(f"dprlhf: {_CHOSEN[name]}{hint}", file=sys.stderr)
-            return tried, _sentence(policy, tried, name)
-    if moved == _NOT_A_NUMBER:
-        raise DprlhfError(
-            f"{moved} on made-up tokens, and a row with such a value contributes nothing:"
-            " check the model's weights (policy.model_name_or_path), or load it with another"
-            " policy.dtype or policy.attn_implementation"
-        )
-    raise DprlhfError(
-        f"{moved or 'rows'}: on this machine the same rows give other bits each time, so one user's"
-        " influence cannot be bounded; use one thread (OMP_NUM_THREADS=1), another"
-        " policy.attn_implementation or another device"
+        if policy.one_user_a_pass is not None and processes.main:
+            reason = policy.one_user_a_pass
+            print(
+                f"dprlhf: each user is differentiated alone, which is slower: {reason}",
+                file=sys.stderr,
+            )
+        problem = _problem(policy, shapes)
+    if float(processes.sum(torch.tensor([float(problem is not None)], dtype=torch.float64))):
+        raise problem or DprlhfError("another process could not keep to the run's shapes")
+    return _sentence(policy, shapes)
+
+
+def _sentence(policy: CausalLMPolicy, shapes: Shapes) -> str:
+    done = ["gradients"]
+    if shapes.rollout is not None:
+        done = ["sampling", "log-probabilities", *done]
+    count = torch.get_num_threads()
+    threads = f"{count} thread" + "s" * (count > 1)
+    return (
+        "checked at start on this machine (and again at each resume): made-up rows, each at its"
+        " place, gave the same bits with blank, longer, shorter and other rows around them, and"
+        f" when computed again, in {', '.join(done)}, on {policy.device.type} with {threads}, at"
+        f" prompts of {shapes.prompt} tokens"
+        f"{', each user differentiated alone' * (policy.one_user_a_pass is not None)}."
+        " It is a sample of rows, not all that could occur"
     )
 
 
-def _eager(policy: CausalLMPolicy, shapes: Shapes) -> Shapes | None:
-    model = policy.network
-    if getattr(model.config, "_attn_implementation", "eager") == "eager":
+def _problem(policy: CausalLMPolicy, shapes: Shapes) -> DprlhfError | None:
+    """Return why the run is refused; None where nothing speaks against it."""
+    key = _key(policy, shapes)
+    if key in _KNOWN:
         return None
     try:
-        model.set_attn_implementation("eager")
-    except ValueError:  # the model has no such attention
-        return None
-    return shapes
-
-
-_LAYOUTS: dict[str, Callable[[CausalLMPolicy, Shapes], Shapes | None]] = {
-    "batches": lambda policy, shapes: shapes,
-    "eager": _eager,
-    "alone": lambda policy, shapes: shapes.alone(),
-}
-
-_CHOSEN = {
-    "eager": "on this machine a row's rounding depends on its place in fused attention, so it is"
-    " computed by plain matrix products (policy.attn_implementation: eager)",
-    "alone": "on this machine a row's rounding depends on the other rows of its batch: each batch"
-    " has one prompt of one user, which is slower",
-}
-_HALF = "; policy.dtype: float32, whose products a GPU computes otherwise, may not need it"
-
-
-def _is_half(policy: CausalLMPolicy) -> bool:
-    return any(p.is_floating_point() and p.itemsize == 2 for p in policy.network.parameters())
-
-
-_NOT_A_NUMBER = "the model computes NaN"
-"""What moved, where it is the values that are wrong."""
+        phase = _first_dependent_phase(policy, shapes)
+        _try_largest(policy, shapes)
+        _check_padding(policy, shapes)
+    except _NotANumberError:
+        return DprlhfError(
+            "the model computes NaN on made-up tokens, and a row with such a value contributes"
+            " nothing: check the model's weights (policy.model_name_or_path), or load it with"
+            " another policy.dtype or policy.attn_implementation"
+        )
+    except DprlhfError as problem:
+        return problem
+    if phase is not None:
+        return DprlhfError(
+            f"{phase}, so one user's influence cannot be bounded; try policy.attn_implementation:"
+            " eager, policy.dtype: float32, one thread (OMP_NUM_THREADS=1), or another device"
+        )
+    _KNOWN.add(key)
+    return None
 
 
 class _NotANumberError(Exception):
     """A value is NaN, which is not even equal to itself."""
 
 
-def _sentence(policy: CausalLMPolicy, shapes: Shapes, layout: str) -> str:
-    done = ["gradients"]
-    if shapes.rollout is not None:
-        done = ["sampling", "log-probabilities", *done]
-    count = torch.get_num_threads()
-    threads = f"{count} thread" + "s" * (count > 1)
-    how = {"batches": "as configured", "eager": "with eager attention", "alone": "one user each"}
-    return (
-        "checked at start on this machine (and again at each resume): made-up rows at other places"
-        f" of their micro-batch and with other rows around them gave the same bits in"
-        f" {', '.join(done)}, on {policy.device.type} with {threads}, at"
-        f" prompts of {' and '.join(map(str, shapes.widths))} tokens; micro-batches {how[layout]}"
-        f"{', each user differentiated alone' * (policy.one_user_a_pass is not None)}."
-        " It is a sample of rows, not all that could occur"
-    )
-
-
-def _outcome(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str | None, DprlhfError | None]:
-    """Return the phase whose values change with the batch, and the error of a shape too large."""
-    key = _key(policy, shapes)
-    if key in _KNOWN:
-        return _KNOWN[key], None
-    try:
-        moved = _moved(policy, shapes)
-        if moved is None:
-            _try_largest(policy, shapes)
-            _check_padding(policy, shapes)
-    except _NotANumberError:  # of this layout: another may compute a number
-        moved = _NOT_A_NUMBER
-    except DprlhfError as problem:
-        return None, problem
-    _KNOWN[key] = moved
-    return moved, None
-
-
-_KNOWN: dict[tuple[str, ...], str | None] = {}
-"""The outcomes of this process: the same shapes of the same model need no second check."""
+_KNOWN: set[tuple[str, ...]] = set()
+"""What has passed in this process: the same shapes of the same model need no second check."""
 
 
 def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
@@ -218,7 +168,7 @@ def _in_memory(what: str, lower: str) -> Iterator[None]:
 
 
 def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
-    """Try what :func:`_moved` did not: the last step of sampling, and a user with many prompts."""
+    """Try the last step of sampling, and a user with many prompts."""
     if shapes.rollout is not None:
         with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
             size, together = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
@@ -230,23 +180,20 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
                 static=static_steps(policy, shapes, **sizes, max_new_tokens=shapes.response),
             )
         if shapes.rollout.agent is not None:
-            from dprlhf.agents import steps_of
-
             with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
-                width = shapes.prompt + shapes.response
                 try_last_step(
                     policy,
                     size=sampled_rows(shapes.rollout),
-                    width=width,
+                    width=shapes.prompt + shapes.response,
                     num_generations=1,
-                    max_new_tokens=steps_of(width, shapes.prompt, shapes.response),
+                    max_new_tokens=shapes.response,
                 )
     if shapes.rows * shapes.prompts > shapes.update.batch_size:
         with _in_memory(
             f"the gradient of a user with {shapes.prompts} prompts",
             "update.batch_size or data.max_prompts_per_user",
         ):
-            for _ in contributions(policy, shapes, [0], shapes.prompt, prompts=shapes.prompts):
+            for _ in contributions(policy, shapes, [0], prompts=shapes.prompts):
                 pass
 
 
@@ -283,60 +230,61 @@ def _check_padding(policy: CausalLMPolicy, shapes: Shapes) -> None:
 # --- rounding ------------------------------------------------------------------------------------
 
 
-def _moved(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
-    """Return the first phase in which a row's values change with the other rows of its batch.
-
-    The phase is ``sampling``, ``gradients`` or ``log-probabilities``; None if there is none.
-    """
-    for width in shapes.widths[::-1]:  # the widest first: it needs most memory
-        if shapes.rollout is not None:
-            with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
-                size, _ = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
-                if _differ(size, lambda some: logits_of(policy, shapes, some, width)):  # noqa: B023
-                    return "sampling"
-        size = max(1, shapes.update.batch_size // shapes.rows)
-        if policy.one_user_a_pass is not None:
-            size = min(size, 2)  # they share no pass, and a user's whole gradient is large
-        tokens = f"{shapes.update.batch_size} rows of {shapes.prompt + shapes.response} tokens"
-        with _in_memory(f"the gradient of {tokens}", "update.batch_size or data.max_prompt_tokens"):
-            if _differ(size, lambda some: gradients_of(policy, shapes, some, width)):  # noqa: B023
-                return "gradients"
-            if shapes.rollout is None and shapes.rows == 1:
-                continue  # a supervised loss whose weights need no log-probabilities
-            if _differ(size, lambda some: logprobs_of(policy, shapes, some, width)):  # noqa: B023
-                return "log-probabilities"
-    return _moved_in_later_turns(policy, shapes)
-
-
-def _moved_in_later_turns(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
-    """Return "sampling" if a context of an agent's later turn depends on its batch."""
-    if shapes.rollout is None or shapes.rollout.agent is None:
-        return None
-    longest, size = shapes.prompt + shapes.response, sampled_rows(shapes.rollout)
-    for width in sorted({int(padded_width(2, longest)), longest}):
-        with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
-            if _differ(size, lambda some: logits_of(policy, shapes, some, width, longest)):  # noqa: B023
-                return "sampling"
+def _first_dependent_phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
+    """Return the first phase in which a row changes with what the others contain, in words."""
+    if shapes.rollout is not None:
+        with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
+            size, _ = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
+            if how := _dependence(size, lambda some: logits_of(policy, shapes, some)):
+                return f"sampling: {how}"
+        if shapes.rollout.agent is not None:
+            with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
+                size = sampled_rows(shapes.rollout)
+                if how := _dependence(
+                    size, lambda some: logits_of(policy, shapes, some, later=True)
+                ):
+                    return f"sampling of a later turn: {how}"
+    size = max(1, shapes.update.batch_size // shapes.rows)
+    if policy.one_user_a_pass is not None:
+        size = min(size, 2)  # they share no pass, and a user's whole gradient is large
+    tokens = f"{shapes.update.batch_size} rows of {shapes.prompt + shapes.response} tokens"
+    with _in_memory(f"the gradient of {tokens}", "update.batch_size or data.max_prompt_tokens"):
+        if how := _dependence(size, lambda some: gradients_of(policy, shapes, some)):
+            return f"gradients: {how}"
+        if shapes.rollout is None and shapes.rows == 1:
+            return None  # a supervised loss whose weights need no log-probabilities
+        if how := _dependence(size, lambda some: logprobs_of(policy, shapes, some)):
+            return f"log-probabilities: {how}"
     return None
 
 
-def _differ(size: int, values: Callable[[Sequence[int]], list[list[torch.Tensor]]]) -> bool:
-    """Compare the values of made-up users in a full batch with those at other places of a thin one.
+def _dependence(size: int, values: Callable[[Sequence[int | None]], Values]) -> str:
+    """Return in words how values of made-up users depend on the others; empty where they do not.
 
     Args:
-        size: Number of users in a batch.
-        values: Returns the values of each user, given their numbers in the order of their places.
+        size: Number of places in a batch.
+        values: Returns the values of the user at each place, given their numbers.
 
     Raises:
         _NotANumberError: Values differ, and some are NaN.
     """
-    full = values(range(size))
-    # Every second one, in reverse: other places, other neighbours, and fillers in the other half.
-    chosen = list(range(1, size, 2))[::-1] or [0]
+    everyone = list(range(size))
+    full = values(everyone)
+    # Half of the users beside blank rows, the other half beside those of other users.
+    blank = [n if n % 2 == 0 else None for n in everyone]
+    other = [n if n % 2 else size + 1 + n for n in everyone]
+    if _differ(full, values(everyone), everyone):
+        return "the same rows give other bits each time"
+    if _differ(full, values(blank), everyone[::2]) or _differ(full, values(other), everyone[1::2]):
+        return "on this machine a row's bits depend on what the other rows contain"
+    return ""
+
+
+def _differ(one: Values, other: Values, places: Sequence[int]) -> bool:
     pairs = [
         (a, b)
-        for number, thin in zip(chosen, values(chosen), strict=True)
-        for a, b in zip(full[number], thin, strict=False)  # a thin batch may end earlier
+        for place in places
+        for a, b in zip(one[place], other[place], strict=False)  # one batch may end earlier
     ]
     different = [pair for pair in pairs if not torch.equal(*pair)]
     if any(value.isnan().any() for pair in different for value in pair):

@@ -24,7 +24,6 @@ from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
 from dprlhf.rollout import Responses
-from dprlhf.rollout.batch import padded_width
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
@@ -34,6 +33,11 @@ from dprlhf.rollout.static_steps import StaticSteps
 _STEPS = 4  # decoding steps that are compared
 
 _COLUMNS = 4096  # logits of a row that are compared
+
+_FEW = 16  # tokens of a prompt, where its width does not matter
+
+Values = list[list[torch.Tensor]]
+"""What is computed of the made-up user at each place; empty for a place without one."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +75,9 @@ class Shapes:
         return self.rollout.responses // 2 if of_two else self.rollout.responses
 
     @property
-    def widths(self) -> list[int]:
-        """The narrowest and the widest padded prompt."""
-        return sorted({int(padded_width(1, self.prompt)), self.prompt})
-
-    def alone(self) -> Shapes:
-        """Return the shapes of a layout in which a micro-batch has one prompt of one user."""
-        size, rollout = {"batch_size": self.sampled_together}, self.rollout
-        if rollout is not None:
-            # The later turns of an agent's responses are contexts of their own.
-            single = {"batch_size": 1} if rollout.agent is not None else size
-            rollout = rollout.model_copy(update=single)
-        return Shapes(
-            **{**vars(self), "update": self.update.model_copy(update=size), "rollout": rollout}
-        )
+    def few(self) -> int:
+        """A small width for prompts, where the check is not of shapes."""
+        return min(_FEW, self.prompt)
 
 
 def sampled_rows(rollout: recipe.Rollout) -> int:
@@ -94,34 +87,29 @@ def sampled_rows(rollout: recipe.Rollout) -> int:
 
 
 def logits_of(
-    policy: CausalLMPolicy,
-    shapes: Shapes,
-    numbers: Sequence[int],
-    width: int,
-    context: int | None = None,
-) -> list[list[torch.Tensor]]:
+    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None], *, later: bool = False
+) -> Values:
     """Return each made-up prompt's responses and their logits in the first steps of decoding.
 
     Args:
         policy: The policy.
         shapes: The shapes of the run.
-        numbers: Numbers of the made-up users.
-        width: The padded width of what stands before.
-        context: The longest context of an agent's later turn, which has one response; None for
-            prompts.
+        numbers: The number of the made-up user at each place; None for one without a row.
+        later: Whether these are contexts of an agent's later turn, which has one response.
     """
     assert shapes.rollout is not None
     size, together = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
-    if context is not None:
-        size, together = sampled_rows(shapes.rollout), 1
+    width = shapes.prompt
+    if later:
+        size, together, width = sampled_rows(shapes.rollout), 1, width + shapes.response
     steps = min(_STEPS, shapes.response)
     seen: list[torch.Tensor] = []
 
     def note(last: torch.Tensor) -> None:
         seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].clone())
 
-    draws = [np.random.default_rng([9, number]).random((together, steps)) for number in numbers]
-    kept = keep(policy, gradients=True) if shapes.keeps and context is None else None
+    draws = [np.random.default_rng([9, n or 0]).random((together, steps)) for n in numbers]
+    kept = keep(policy, gradients=True) if shapes.keeps and not later else None
     layout = Layout(size, 1 + width, together, steps)
     static = static_steps(
         policy, shapes, size=size, width=width, num_generations=together, max_new_tokens=steps
@@ -129,21 +117,20 @@ def logits_of(
     with contextlib.nullcontext() if kept is None else kept.recording(layout):
         written = decode(
             policy,
-            [made_up_prompt(policy, n, width, context or shapes.prompt) for n in numbers],
+            [None if n is None else made_up_prompt(policy, n, width) for n in numbers],
             torch.from_numpy(np.array(draws)),
-            size=size,
             width=width,
             static=static,
             watch=note,
         )
-    found = [[step.view(size, -1)[place] for step in seen] for place in range(len(numbers))]
-    for place, steps_of_one in enumerate(found):  # what was drawn from the last logits, too
+    values = [[step.view(size, -1)[place] for step in seen] for place in range(size)]
+    for place, steps_of_one in enumerate(values):  # what was drawn from the last logits, too
         own = written[place * together : (place + 1) * together]
         steps_of_one.insert(0, torch.tensor([token for response in own for token in response]))
         if kept is not None:
             of_one = (x[place].flatten() for x in kept.batches[0].values())
             steps_of_one += [x[:: -(-len(x) // _COLUMNS)].clone() for x in of_one]
-    return found
+    return values
 
 
 def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> StaticSteps | None:
@@ -158,31 +145,28 @@ def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
     Raises:
         DprlhfError: A trained parameter has no part in the loss, or lets padding into it.
     """
-    rows = _made_up(policy, shapes, [0, 1], shapes.widths[0], 1)
+    rows = _made_up(policy, shapes, [0, 2], 1, shapes.few)
     check_padding(policy, rows)
     if isinstance(shapes.update, recipe.PPO):
         return  # it trains copies of its own, of layers that it knows
     choose_engine(policy, rows, _weights(rows), shapes.update.batch_size)
 
 
-def gradients_of(
-    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
-) -> list[list[torch.Tensor]]:
+def gradients_of(policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None]) -> Values:
     """Return what each made-up user's contribution is computed from."""
-    found: dict[int, list[torch.Tensor]] = {}
-    for users, tensors in contributions(policy, shapes, numbers, width):
+    values: Values = [[] for _ in numbers]
+    for users, tensors in contributions(policy, shapes, numbers):
         for place, user in enumerate(users.tolist()):
-            found.setdefault(user, []).extend(tensor[place].clone() for tensor in tensors)
-    return [found[user] for user in range(len(numbers))]
+            if user >= 0:
+                values[user].extend(tensor[place].clone() for tensor in tensors)
+    return values
 
 
-def logprobs_of(
-    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int
-) -> list[list[torch.Tensor]]:
+def logprobs_of(policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None]) -> Values:
     """Return the log-probabilities of each made-up user's responses."""
-    rows = _made_up(policy, shapes, numbers, width, 1)
-    found = torch.from_numpy(token_logprobs(policy, rows, shapes.update.batch_size))
-    return [[found[torch.from_numpy(rows.user == user)]] for user in range(len(numbers))]
+    rows = _made_up(policy, shapes, numbers, 1)
+    values = torch.from_numpy(token_logprobs(policy, rows, shapes.update.batch_size))
+    return [[values[torch.from_numpy(rows.user == user)]] for user in range(len(numbers))]
 
 
 @torch.no_grad()
@@ -195,12 +179,12 @@ def distance_by_padding(policy: CausalLMPolicy, shapes: Shapes) -> float:
     Returns:
         The larger of the two total variation distances, means over tokens, from 0 to 1.
     """
-    width, steps = shapes.widths[0], min(_STEPS, shapes.response)
-    prompt = made_up_prompt(policy, 0, width, shapes.prompt)[: -(-width // 2)]
+    width, steps = shapes.few, min(_STEPS, shapes.response)
+    prompt = made_up_prompt(policy, 0, width)[: -(-width // 2)]
     draws = torch.from_numpy(np.random.default_rng(10).random((1, 1, steps)))
     seen: list[torch.Tensor] = []
     [response] = decode(
-        policy, [prompt], draws, size=1, width=width, watch=lambda x: seen.append(x.clone())
+        policy, [prompt], draws, width=width, watch=lambda x: seen.append(x.clone())
     )
     row = torch.tensor([prompt + response], device=policy.device)
     padded = F.pad(row, (width - len(prompt), 0))
@@ -217,12 +201,14 @@ def distance_by_padding(policy: CausalLMPolicy, shapes: Shapes) -> float:
 def contributions(
     policy: CausalLMPolicy,
     shapes: Shapes,
-    numbers: Sequence[int],
-    width: int,
+    numbers: Sequence[int | None],
     prompts: int = 1,
 ) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
-    """Yield users and what the update computes their contributions from, ``[users, ...]`` each."""
-    rows = _made_up(policy, shapes, numbers, width, prompts)
+    """Yield users, −1 for a filler, and what the update computes their contributions from.
+
+    These are tensors ``[users, ...]``.
+    """
+    rows = _made_up(policy, shapes, numbers, prompts)
     update, size = shapes.update, shapes.update.batch_size
     if shapes.keeps and prompts == 1:
         rows = _with_outputs(policy, rows, size)
@@ -236,14 +222,14 @@ def contributions(
             yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0, None)]
     elif getattr(update, "least_squares", None) is not None:
         part = 2 if isinstance(update, recipe.REBEL) else 1
-        for users, gradients, _ in user_gradients(
+        for users, _, gradients, _ in user_gradients(
             policy, rows, weights, batch_size=size, rows=part
         ):
             yield users, [gradients]
             if prompts > 1:  # the further passes need no more memory
                 return
     elif getattr(update, "subspace", None) is not None:
-        for users, gradients, _ in user_gradients(
+        for users, _, gradients, _ in user_gradients(
             policy, rows, weights, batch_size=size, rows=None
         ):
             yield users, [gradients]
@@ -264,31 +250,32 @@ def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> R
     """
     kept = keep(policy, gradients=True)
     assert kept is not None
-    length = rows.max_new_tokens
-    for batch in (part for whole in micro_batches(rows, batch_size) for part in whole.parts()):
-        tokens, mask = rows.micro_batch(batch.rows, batch.width, batch.height)
-        together = math.gcd(rows.num_generations, batch.height // batch.size)
-        shared = policy.shared_rows(together, batch.width, length)
-        columns = batch.width if shared > 1 else 1 + batch.width
+    length, width = rows.max_new_tokens, rows.width
+    for batch in (part for whole in micro_batches(rows, batch_size) for part in whole.passes()):
+        together = math.gcd(rows.num_generations, batch.height // len(batch.users))
+        shared = policy.shared_rows(together, width, length)
+        columns = width if shared > 1 else 1 + width
         with kept.recording(Layout(batch.height // shared, columns, shared, length)):
-            inputs = policy.inputs_of(
-                tokens.to(policy.device), mask.to(policy.device), length, shared
-            )
+            tokens, mask = (t.to(policy.device) for t in rows.micro_batch(batch.rows))
+            inputs = policy.inputs_of(tokens, mask, length, shared)
             policy.model(**inputs, use_cache=False)
-        kept.found(batch.rows, len(rows.user))
+        kept.assign_rows(batch.rows, len(rows.user))
     return Responses(**{**vars(rows), "kept": kept})
 
 
 def _made_up(
-    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int], width: int, prompts: int
+    policy: CausalLMPolicy,
+    shapes: Shapes,
+    numbers: Sequence[int | None],
+    prompts: int,
+    width: int | None = None,
 ) -> Responses:
     return made_up_responses(
         policy,
         numbers,
         rows=shapes.rows,
         num_generations=shapes.num_generations,
-        width=width,
-        longest=shapes.prompt,
+        width=width or shapes.prompt,
         length=shapes.response,
         prompts=prompts,
     )

@@ -37,7 +37,7 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     recipe = with_prompt_width(recipe, policy)
     prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_new_tokens
     policy.check_context_length(
-        _longest_row(recipe, prompt),
+        prompt + response,
         f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} is",
         recipe.policy.model_name_or_path,
     )
@@ -57,23 +57,13 @@ def with_prompt_width(recipe: Recipe, policy: CausalLMPolicy, most: int | None =
         if "max_prompt_tokens" in data.model_fields_set:
             return data
         longest = most or data.max_prompt_tokens
-        width = prompt_room(policy.room, _longest_row(recipe, 0), longest)
+        width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
         return data.model_copy(update={"max_prompt_tokens": width})
 
     evaluation = recipe.evaluation
     if evaluation is not None:
         evaluation = evaluation.model_copy(update={"data": settled(evaluation.data)})
     return recipe.model_copy(update={"data": settled(recipe.data), "evaluation": evaluation})
-
-
-def _longest_row(recipe: Recipe, prompt: int) -> int:
-    """Return the most positions that a row with so long a prompt takes."""
-    response = recipe.rollout.max_new_tokens
-    if recipe.rollout.agent is None:
-        return prompt + response
-    from dprlhf.agents import longest_row
-
-    return longest_row(prompt, response)
 
 
 def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:

@@ -258,18 +258,11 @@ class Reinforcement:
             response=rollout.max_new_tokens,
             rows=rollout.responses,
             num_generations=rollout.responses if rollout.shares_prompts else 1,
-            prompts=recipe.data.max_prompts_per_user,
+            prompts=recipe.data.prompts_in_round,
             update=recipe.update,
             rollout=None if rollout.backend == "vllm" or given else rollout,
             keeps=self.keeps,
         )
-
-    def lay_out(self, shapes: Shapes) -> None:
-        """Replace the micro-batch sizes by those that the startup check chose."""
-        sizes: dict[str, Any] = {"update": shapes.update}
-        if shapes.rollout is not None:
-            sizes["rollout"] = shapes.rollout
-        self.recipe = self.recipe.model_copy(update=sizes)
 
     def load(self, prepared: PreparedRun) -> None:
         """Check the rewards; make the telemetry coordinates."""
@@ -284,7 +277,7 @@ class Reinforcement:
         if self._acting is not None:
             from dprlhf.agents import check_fresh
 
-            check_fresh(self._acting.agent, rows * recipe.data.max_prompts_per_user)
+            check_fresh(self._acting.agent, rows * recipe.data.prompts_in_round)
         if policy.sampler is not None:
             from dprlhf.agents import check_apart
 
@@ -376,7 +369,9 @@ class Reinforcement:
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
                 return run.users.readable(
-                    users, lambda p: run.policy.encode(p.prompts, longest, p.for_template)
+                    users,
+                    lambda p: run.policy.encode(p.prompts, longest, p.for_template),
+                    run.prompt_draws(batch.t),
                 )
 
         batch.bar.start("sampling", batch.users)
@@ -539,7 +534,7 @@ def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -
     return not isinstance(recipe.update, PPO) and keeps_outputs(
         policy,
         recipe.rollout,
-        rows=rows * recipe.data.max_prompts_per_user * _processes_here(policy, processes),
+        rows=rows * recipe.data.prompts_in_round * _processes_here(policy, processes),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
 

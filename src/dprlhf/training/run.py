@@ -21,6 +21,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partition import Allocation
 from dprlhf.privacy.plan import Plan
+from dprlhf.privacy.randomness import uniforms
 from dprlhf.recipe import AnyRecipe
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.earlier import Earlier
@@ -61,8 +62,7 @@ class PreparedRun:
     """The parts of a run before anything is written: plan, data and model, loaded and checked.
 
     Attributes:
-        recipe: The settings with nothing left open, as they are written to the run folder. The
-            layout of this machine is not among them: a run may be continued on another machine.
+        recipe: The settings with nothing left open, as they are written to the run folder.
         plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
         earlier: The earlier runs whose privacy cost counts towards the total.
         users: The private users.
@@ -118,6 +118,10 @@ class Run(PreparedRun):
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     put_back_torch_state: Callable[[], None] = lambda: None
     told_operator: bool = False
+
+    def prompt_draws(self, t: int) -> Callable[[int, int], NDArray[np.float64]]:
+        """Return a function of a user's index and a count: its own uniform draws in round t."""
+        return lambda user, count: uniforms(self.key, "prompts", t, user, count=count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,9 +223,6 @@ class Stage(Protocol):
     @property
     def shapes(self) -> Shapes:
         """The public numbers that decide the shapes of batches, as settled."""
-
-    def lay_out(self, shapes: Shapes) -> None:
-        """Replace the micro-batch sizes by those that the startup check chose."""
 
     def load(self, prepared: PreparedRun) -> None:
         """Load and check what else the stage needs, such as rewards.

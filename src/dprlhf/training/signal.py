@@ -64,7 +64,7 @@ def measure_signal(
     rollout = recipe.rollout.model_copy(update={"responses": max(responses)})
     users = np.arange(len(prompts))
     slots = np.zeros_like(users)
-    alone = Prompts(prompts.prompts, users, slots, prompts.columns, prompts.in_rows)
+    alone = prompts.changed(users=users, slots=slots)
     sampled = sample(
         policy,
         alone,
@@ -78,8 +78,7 @@ def measure_signal(
     for count in responses:
         of_prompt = np.arange(len(sampled.user)) % max(responses)
         rows = np.flatnonzero(of_prompt < count)
-        taken = Responses(**{**vars(sampled.take(rows)), "num_generations": count})
-        found[count] = _signal(policy, recipe, taken, scores.take(rows))
+        found[count] = _signal(policy, recipe, sampled.take(rows), scores.take(rows))
     return Probe(found, float(scores.values[scores.valid].mean()), len(prompts))
 
 

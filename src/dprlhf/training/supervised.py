@@ -33,7 +33,6 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards.isolation import captured
-from dprlhf.rollout.batch import padded_width
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import UnmergeableError, merge, write_merged
@@ -83,15 +82,12 @@ class StageResult(Summarised):
 def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
     """Return the stage of ``dprlhf sft``."""
     prompt, length = recipe.data.max_prompt_tokens, recipe.data.max_completion_tokens
-    if recipe.data.completion_column is None:  # a document is learnt after one token
-        widths = int(padded_width(1, prompt)), length
-    else:
-        widths = prompt, length
+    task = NextTokens(recipe.data)
     return Supervised(
         recipe,
-        NextTokens(recipe.data),
+        task,
         tokens=prompt + length,
-        widths=widths,
+        widths=(task.width, length),
         load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
     )
 
@@ -148,7 +144,7 @@ class Supervised:
     @property
     def rows_a_user(self) -> int:
         """The number of rows of tokens from a user's rows of data."""
-        return self.task.rows * self.recipe.data.max_prompts_per_user
+        return self.task.rows * self.recipe.data.prompts_in_round
 
     @property
     def warnings(self) -> list[str]:
@@ -250,13 +246,9 @@ class Supervised:
             response=response,
             rows=self.task.rows,
             num_generations=1,
-            prompts=self.recipe.data.max_prompts_per_user,
+            prompts=self.recipe.data.prompts_in_round,
             update=self.recipe.update,
         )
-
-    def lay_out(self, shapes: Shapes) -> None:
-        """Replace the micro-batch size by the one that the startup check chose."""
-        self.recipe = self.recipe.model_copy(update={"update": shapes.update})
 
     def load(self, prepared: PreparedRun) -> None:
         """Load nothing: a supervised stage needs only its model and rows."""
@@ -295,7 +287,11 @@ class Supervised:
 
         def weighted(users: NDArray[np.int64]) -> Weighted:
             with captured(None):  # a panic in compiled code prints the text that it failed on
-                rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
+                rows = run.users.readable(
+                    users,
+                    lambda some: self.task.encode(run.policy, some),
+                    run.prompt_draws(batch.t),
+                )
                 encoded = self.task.encode(run.policy, rows)  # warnings may quote it here, too
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
@@ -332,7 +328,7 @@ class Supervised:
         size = self.recipe.update.batch_size
         some = self.public.first(size)
         of_row = seconds_a_row(run.policy, self.task, some, size, run.plan.clip_norm)
-        return of_row * run.plan.expected_batch_size * self.recipe.data.max_prompts_per_user
+        return of_row * run.plan.expected_batch_size * self.recipe.data.prompts_in_round
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public rows after round t."""

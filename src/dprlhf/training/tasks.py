@@ -26,6 +26,8 @@ from dprlhf.training.example_tokens import ended, pack, split_row
 
 Array = NDArray[np.float64]
 
+_START = 16  # tokens that a tokenizer or a template may open a document with
+
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
 """The name of a label that a table may hold as a number."""
 
@@ -67,18 +69,24 @@ class NextTokens:
     def __init__(self, data: recipe.Documents) -> None:
         self._data = data
 
+    @property
+    def width(self) -> int:
+        """The most tokens before what is learnt; a whole document has a start alone."""
+        most = self._data.max_prompt_tokens
+        return most if self._data.completion_column is not None else min(_START, most)
+
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each document: its prompt, padded on the left, and its learnt tokens.
 
         The end-of-sequence token is learnt unless the document is truncated. It comes from the
         conversation's template, or is added where that does not end a turn with it.
         """
-        data, length = self._data, self._data.max_completion_tokens
+        length = self._data.max_completion_tokens
         prompts, answers = [], []
         for completion, prompt, learnt in self._rows(model, examples):
-            prompts.append(prompt[-data.max_prompt_tokens :])
+            prompts.append(prompt[-self.width :])
             answers.append(ended(model, completion, learnt)[:length])
-        return pack(model, examples, prompts, answers, length, data.max_prompt_tokens)
+        return pack(model, examples, prompts, answers, length, self.width)
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
         """Return for each document whether its prompt or its completion is cut."""

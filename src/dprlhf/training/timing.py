@@ -53,8 +53,9 @@ def seconds_a_response(
     count = max(1, rows // rollout.responses)
     chosen = np.arange(count) % len(prompts)
     users = np.arange(count)
-    some, slots = prompts.take(chosen), np.zeros_like(users)
-    batch = Prompts(some.prompts, users, slots, some.columns, some.in_rows)
+    slots = np.zeros_like(users)
+    # In the shapes of a private round.
+    batch = prompts.take(chosen).changed(users=users, slots=slots, round_users=users)
     clock = [time.perf_counter()]
     responses = sample(
         policy,
@@ -91,7 +92,7 @@ def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> flo
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
     # A user may have fewer prompts; how many is private.
-    seconds = plan.expected_batch_size * recipe.data.max_prompts_per_user * of_response
+    seconds = plan.expected_batch_size * recipe.data.prompts_in_round * of_response
     subspace = recipe.update.subspace
     if subspace is not None:
         # Public prompts end at the first sum. To keep the perplexity their likelihood is computed

@@ -78,7 +78,7 @@ def _moves(
     valid: NDArray[np.bool_],
     weights: Array,
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Yield each micro-batch's users, ``[n]``, and their moves θ − θ₀, ``[n, dimension]``."""
+    """Yield each micro-batch's users, −1 for a filler, and their moves, ``[n, dimension]``."""
     if not responses.users:
         return
     bound = _radius(round_, spec)
@@ -86,9 +86,9 @@ def _moves(
         moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
         of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
-        yield batch.users, torch.where(of_users[:, None], moves[: len(of_users)], 0.0)
+        yield batch.users, torch.where(of_users[:, None], moves, 0.0)
         if round_.tick is not None:
-            round_.tick(len(batch.rows))
+            round_.tick(int((batch.rows >= 0).sum()))
 
 
 def _radius(round_: PrivateRound, spec: recipe.PPO) -> float:
@@ -142,15 +142,16 @@ def train_copies(
         The moves θ − θ₀, ``[users, dimension]``, not yet projected after the last step.
     """
     parameter = next(iter(policy.parameters.values()))
-    height = batch.height * batch.passes
-    tokens, mask = responses.micro_batch(batch.rows, batch.width, height)
-    real = responses.policy_micro_batch(batch.rows, height).bool()
-    weight = parameter.new_zeros(real.shape)
-    weight[: len(batch.rows)] = torch.from_numpy(weights[batch.rows]).to(weight)
-    real, weight = real.view(batch.size, -1), weight.view(batch.size, -1)
+    users = len(batch.users)
+    tokens, mask = responses.micro_batch(batch.rows)
+    real = responses.policy_micro_batch(batch.rows).bool()
+    of_rows = np.where(batch.rows[:, None] < 0, 0.0, weights[batch.rows])
+    weight = torch.from_numpy(of_rows).to(parameter)
+    # What fills up the last pass of a user with many rows has no weight.
+    real, weight = real.view(users, -1), weight.view(users, -1)
     count = real.sum(1, keepdim=True).to(weight)
     passes = _Passes(policy, tokens, mask, responses, batch)
-    moves: torch.Tensor = parameter.new_zeros(batch.size, policy.dimension)
+    moves: torch.Tensor = parameter.new_zeros(users, policy.dimension)
     first = second = torch.zeros_like(moves)
     if start is not None:
         first, second = first + start, second + start**2
@@ -191,8 +192,8 @@ class _Passes:
         together = math.gcd(responses.num_generations, batch.height)
         self._policy, self._tokens, self._mask = policy, tokens, mask
         self._length = responses.max_new_tokens
-        self._shared_rows = policy.shared_rows(together, batch.width, self._length)
-        self._height, self._users = batch.height, batch.size
+        self._shared_rows = policy.shared_rows(together, responses.width, self._length)
+        self._height, self._users = batch.height, len(batch.users)
         self._old: list[torch.Tensor] = []  # of θ₀: the first gradient is taken without a move
 
     def gradient(

@@ -79,7 +79,8 @@ def public_gradients(
         find_update(update)(round_, update)
     except _SummandsError as summands:
         for users, vectors in open_private(summands.vectors):
-            found[users] = vectors.to(found)
+            real = users >= 0
+            found[users[real]] = vectors[torch.from_numpy(real)].to(found)
         return found
     raise DprlhfError(f"update.subspace: update.name {update.name} made no sum over users")
 

@@ -165,7 +165,8 @@ class PrivateRound(Generic[P, R]):
         """Return Σ_u clip(v_u, S) over all processes.
 
         Args:
-            vectors: Batches of users, ``[n]``, and their vectors, ``[n, dimension]``.
+            vectors: Batches of users, ``[n]``, −1 for a filler, and their vectors,
+                ``[n, dimension]``.
             dimension: Length of a vector; None takes the number of the policy's parameters, and
                 the vectors' coordinates in the round's subspace, if it has one.
         """
@@ -231,14 +232,14 @@ def user_vectors(
     batch_size: int,
     tick: Tick | None,
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Yield users, ``[n]``, and Σ_rows weight · ∇ log π of their rows, ``[n, dimension]``."""
+    """Yield users, −1 for a filler, and Σ_rows weight · ∇ log π of them, ``[n, dimension]``."""
     rows = np.bincount(responses.user, minlength=responses.users)
-    for users, gradients, _ in user_gradients(
+    for users, _, gradients, _ in user_gradients(
         policy, responses, weights, batch_size=batch_size, rows=None
     ):
         yield users, gradients[:, 0]
         if tick is not None:
-            tick(int(rows[users].sum()))
+            tick(int(rows[users[users >= 0]].sum()))
 
 
 def _coordinates(
@@ -266,7 +267,7 @@ def _log_ratio(
     found = np.zeros(tuple(responses.response_mask.shape))
     chosen = np.flatnonzero(responses.from_base)
     if len(chosen):
-        found[chosen] = log_ratio_to_base(policy, responses, batch_size, chosen)
+        found[chosen] = log_ratio_to_base(policy, responses.take(chosen), batch_size)
     return found
 
 
@@ -286,7 +287,8 @@ def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]
 
 
 def users_with_valid_scores(responses: Rows, scores: Scores) -> NDArray[np.bool_]:
-    """Return a mask of the users whose every response has a valid score, ``[users]``."""
-    broken = np.bincount(responses.user, ~scores.valid, minlength=responses.users)
-    valid: NDArray[np.bool_] = broken == 0
+    """Return a mask of the users with responses that all have a valid score, ``[users]``."""
+    rows = np.bincount(responses.user, minlength=responses.users)
+    whole = np.bincount(responses.user, scores.valid, minlength=responses.users)
+    valid: NDArray[np.bool_] = (rows > 0) & (whole == rows)
     return valid

@@ -23,15 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.micro_batches import rows_of_a_pass, user_gradients
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.protocol import Rows
-from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.privls import Contribution, CountSketch, make_oracle
 from dprlhf.updates.privls.oracle import project
@@ -41,9 +39,9 @@ from dprlhf.updates.round import P, PrivateRound, R
 KEPT_BYTES = 2**30
 """The largest memory of a round's cached features on one process, in bytes."""
 
-Batch = tuple[NDArray[np.int64], int, torch.Tensor, torch.Tensor, bool]
-"""Users, the number of examples of each, features and targets, padded to a fixed shape, and whether
-these are the users' last examples: a user with more rows than a micro-batch comes several times."""
+Batch = tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor, torch.Tensor, bool]
+"""Users, the first row of each of their examples, features, targets, and whether these are the
+users' last examples; see :func:`~dprlhf.gradients.micro_batches.user_gradients`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,27 +176,25 @@ class RoundRelease:
     def _vectors(
         self, given: Examples, contribution: Contribution, scale: float
     ) -> Iterable[tuple[NDArray[np.int64], torch.Tensor]]:
-        earlier, count = torch.zeros(()), 0
-        for users, each, features, targets, last in self._batches(given):
-            parts = contribution(features, targets)[: len(users) * each]
-            sums, count = earlier + parts.view(len(users), each, -1).sum(1), count + each
-            earlier = sums
+        owner = given.responses.user[:: given.rows]
+        count = np.bincount(owner, minlength=given.responses.users).clip(min=1)
+        earlier = torch.zeros(())
+        for users, first, features, targets, last in self._batches(given):
+            real = torch.from_numpy(first >= 0)
+            parts = contribution(features, targets).view(*real.shape, -1)
+            earlier = earlier + torch.where(real[:, :, None], parts, 0.0).sum(1)
             if last:
-                yield users, scale * sums / count
-                earlier, count = torch.zeros(()), 0
+                yield users, scale * earlier / torch.from_numpy(count[users, None]).to(earlier)
+                earlier = torch.zeros(())
             if self.round_.tick is not None:
-                self.round_.tick(len(users) * each * given.rows)
+                self.round_.tick(int(real.sum()) * given.rows)
 
     def _batches(self, given: Examples) -> Iterable[Batch]:
         if given.kept:
             yield from given.kept
             return
-        owner = given.responses.user[:: given.rows]
-        ends = np.cumsum(np.bincount(owner, minlength=given.responses.users))[:-1]
-        of_user = np.split(given.targets[np.argsort(owner, kind="stable")], ends)
         keep: list[Batch] = []
-        done = 0
-        for users, gradients, last in user_gradients(
+        for users, first, gradients, last in user_gradients(
             self.round_.policy,
             given.responses,
             given.weights,
@@ -208,29 +204,10 @@ class RoundRelease:
             features = gradients.flatten(0, 1).cpu()
             if self.sketch is not None:
                 features = self.sketch(features)
-            each = gradients.shape[1]
-            own = np.concatenate([of_user[user][done : done + each] for user in users])
-            targets = torch.from_numpy(own)
-            done = 0 if last else done + each
-            # Fixed shapes, as in the micro-batches: no user affects the rounding of another.
-            missing = self._examples_at_once(given, len(of_user[users[0]])) - len(users) * each
-            batch = (
-                users,
-                each,
-                F.pad(features, (0, 0, 0, missing)),
-                F.pad(targets.to(features), (0, missing)),
-                last,
-            )
+            own = np.where(first < 0, 0.0, given.targets[first // given.rows])
+            batch = users, first, features, torch.from_numpy(own.ravel()).to(features), last
             needed = len(given.targets) * self.size * features.element_size()
             if self.several and needed <= KEPT_BYTES:
                 keep.append(batch)
             yield batch
         given.kept.extend(keep)
-
-    def _examples_at_once(self, given: Examples, of_user: int) -> int:
-        """Return the number of examples in a batch with a user of so many, fillers included."""
-        rows = of_user * given.rows
-        if rows > self.batch_size and isinstance(given.responses, Responses):
-            together = given.responses.num_generations
-            return rows_of_a_pass(self.batch_size, together, given.rows) // given.rows
-        return of_user * max(1, self.batch_size // max(rows, 1))
