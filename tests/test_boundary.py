@@ -159,7 +159,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "papers/control/bandits": "moves the bandit's policy",
     },
     "post_process": {
-        "updates/privls/in_round": "runs an oracle that learns of users what was released",
+        "updates/privls/in_round": "runs an oracle that learns of users what was released"
     },
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
@@ -169,7 +169,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         " result states its cost",
     },
     "gaussian_noise": {
-        "papers/regression/in_memory": "the shaped noise of ISSP, run by itself, without a ledger",
+        "papers/regression/in_memory": "the shaped noise of ISSP, run by itself, without a ledger"
     },
     "charge": {"privacy/gate": "noise follows the charge in the same function"},
     "_Private__value": {"boundary": "open_private is the only way in"},

@@ -148,10 +148,7 @@ def test_only_what_is_on_the_hub_has_a_revision(tmp_path: Path) -> None:
             lambda: load_reward_model(Policy(model_name_or_path=folder, revision="v1"), None),
         ),
         ("data.revision", lambda: load_rows(Data(path=folder, revision="v1"))),
-        (
-            "rewards.revision",
-            lambda: load_reward(recipe.Reward(classifier=folder, revision="v1")),
-        ),
+        ("rewards.revision", lambda: load_reward(recipe.Reward(classifier=folder, revision="v1"))),
     ]
     for key, load in loads:
         with pytest.raises(DprlhfError, match=rf"^{key}: .* is on this machine"):

@@ -290,10 +290,7 @@ def test_no_guess_depends_on_who_is_in() -> None:
 
     other = included.copy()
     other[7] ^= True
-    with (
-        tempfile.TemporaryDirectory() as at,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with tempfile.TemporaryDirectory() as at, pytest.MonkeyPatch.context() as patch:
         break_gate(patch, _fixed_noise)
         one, two = scores(included, Path(at) / "a"), scores(other, Path(at) / "b")
     assert one[7] != two[7]

@@ -171,8 +171,7 @@ class TestInit:
         )
 
     @pytest.mark.parametrize(
-        ("users", "rounds"),
-        [(None, 16), (2, 2), (198, 4), (1500, 12), (10**6, 16)],
+        ("users", "rounds"), [(None, 16), (2, 2), (198, 4), (1500, 12), (10**6, 16)]
     )
     def test_rounds_follow_the_users(self, users: int | None, rounds: int) -> None:
         text = new_recipe(

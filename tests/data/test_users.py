@@ -1032,10 +1032,7 @@ def test_a_broken_file_is_named_and_not_quoted(
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "train.jsonl"])
 def test_no_bar_shows_how_many_rows_were_read(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """The number of users is public, that of their rows is not."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -93,7 +93,7 @@ _VISION = {
 }  # fmt: skip
 
 COMPOSITE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("siglip_vision_model", {**_HALVES, "model_type": "gemma3_text"}),
+    "gemma3": ("siglip_vision_model", {**_HALVES, "model_type": "gemma3_text"})
 }
 """Models with an image tower: the type of the tower, and settings of the text model."""
 

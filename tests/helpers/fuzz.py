@@ -38,14 +38,7 @@ from dprlhf.privacy.gaussian import gaussian_delta
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.recipe import (
-    Data,
-    Recipe,
-    dump_recipe,
-    known_keys,
-    load_recipe,
-    make_recipe,
-)
+from dprlhf.recipe import Data, Recipe, dump_recipe, known_keys, load_recipe, make_recipe
 from dprlhf.rewards import LoadedReward, Scorer, check_reward
 from dprlhf.runs.card import privacy_card
 from dprlhf.runs.earlier import Earlier

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -549,23 +550,14 @@ def test_an_unknown_environment_names_the_nearest() -> None:
 
 
 def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+    """Of plots before anything is measured: importing what writes the tables already says it."""
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(DprlhfError) as caught:
+    with pytest.raises(DprlhfError, match=r'pip install "dprlhf\[papers\]"'):
         make_environment("hopper")
-    assert 'pip install "dprlhf[papers]"' in str(caught.value)
-
-
-def test_missing_plots_name_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is measured: importing what writes the tables already says it."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "dprlhf.papers.control.results")
-    with pytest.raises(DprlhfError) as caught:
+    with pytest.raises(DprlhfError, match=r'pip install "dprlhf\[papers\]"'):
         CliRunner().invoke(app, ["bench", "control"], catch_exceptions=False)
-    assert 'pip install "dprlhf[papers]"' in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -600,7 +592,6 @@ def test_an_action_space_that_no_policy_can_serve() -> None:
         ({"policy.scale": [0.0] * 4}, "read nothing"),
         ({"policy.levels": [-1.0, 0.0, 1.0]}, "levels has 3 numbers, not 2"),
         ({"policy.type": "tabular", "policy.levels": [0.0, 1.0]}, "levels is for log-linear"),
-        ({"policy.type": "tabular", "policy.scale": [1.0] * 4}, "scale is not for tabular"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -649,9 +640,9 @@ def test_cartpole_learns_at_epsilon_three(tmp_path: Path) -> None:
 def test_the_tables_run_in_miniature_and_write_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = {"users": 40, "rounds": 2, "evaluation_episodes": 4, "curve_episodes": 2,
+    tiny = {"users": 8, "rounds": 2, "evaluation_episodes": 2, "curve_episodes": 1,
             "curve_points": 2}  # fmt: skip
-    monkeypatch.setattr(tables, "RIVERSWIM_EPISODES", 60)
+    monkeypatch.setattr(tables, "RIVERSWIM_EPISODES", 30)
     cache, found = tmp_path / "cache", {}
     arguments: dict[str, Any] = {"seeds": 2, "recipes": RECIPES, "cache": cache, "quiet": True}
     found["hz"] = run_table("hz", only="cartpole/pg/log-linear", changes=tiny, **arguments)
@@ -674,7 +665,7 @@ def test_the_tables_run_in_miniature_and_write_everything(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics", "rebel", "tabular-pg"])
+@pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics"])
 def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
     few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
     many = np.mean([bandits.run(update, 3, 10_000, 1.0, seed) for seed in range(4)])

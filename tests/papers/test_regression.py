@@ -162,22 +162,6 @@ def test_the_exponential_mechanism_takes_the_best_candidate() -> None:
     )
 
 
-@pytest.mark.slow
-def test_much_data_beats_the_noise() -> None:
-    x, y, w = problem(users=8_000)
-    oracles: list[Oracle] = [
-        SufficientStatistics(1, 2, 2),
-        ProjectedSGD(1, 2, 2, 30),
-        ImproperBatchSGD(1, 2, 30),
-        ISSP(1, 2, 1.0),
-    ]
-    for oracle in oracles:
-        found = fit(oracle, x, y, epsilon=6, delta=1e-6, adjacency="zero-out", key=KEY)
-        assert not found.failed
-        assert np.linalg.norm(found.w.numpy() - w) < 0.1, oracle
-        np.testing.assert_allclose(found.predict(x), x @ found.w.numpy())
-
-
 # ---------------------------------------------------------------------------------------------
 # What each result says it costs.
 
@@ -921,42 +905,25 @@ X, Y = np.eye(2), np.ones(2)
     ("call", "message"),
     [
         (lambda: SufficientStatistics(1, 1, 0), "radius must be a positive"),
-        (lambda: ProjectedSGD(1, 1, -1, 3), "radius must be a positive"),
-        (lambda: ProjectedSGD(1, 1, math.inf, 3), "radius must be a positive"),
         (lambda: ProjectedSGD(math.nan, 1, 1, 3), "feature_bound must be a positive"),
         (lambda: ImproperBatchSGD(1, 0, 3), "target_bound must be a positive"),
         (lambda: ImproperBatchSGD(1, 1, 0), "steps"),
-        (lambda: ImproperBatchSGD(1, 1, 2.5), "steps"),  # type: ignore[arg-type]
-        (lambda: ISSP(1, 1, -2.0), "residual_bound must be a positive"),
         (lambda: ISSP(1, 1, leverage=0), "leverage must be a positive"),
         (lambda: Exponential(None, 1), "finite set"),  # type: ignore[arg-type]
-        (lambda: Exponential(lambda: 1, 1), "finite set"),  # type: ignore[arg-type, return-value]
         (lambda: Exponential(torch.empty(0, 2), 1), "finite set"),
         (lambda: Exponential([[1.0], [math.inf]], 1), "not finite"),  # type: ignore[arg-type]
-        (lambda: Exponential(torch.eye(2), 0), "target_bound must be a positive"),
         (lambda: CountSketch(4, 5, ""), "size must be from 1 to the 4"),
         (lambda: fit(Exponential(torch.eye(3), 1), X, Y, epsilon=1), "3 dimensions, features 2"),
         (lambda: fit(Exponential(torch.eye(2), 1), X, Y, epsilon=1, delta=0.1), "leave delta at 0"),
         (lambda: fit(GAUSSIAN[0], X, Y, epsilon=1), "only exponential is pure"),
         (lambda: fit(GAUSSIAN[0], X, Y, epsilon=0, delta=1e-5), "epsilon must be above 0"),
-        (lambda: fit(GAUSSIAN[0], X, Y, epsilon=math.nan, delta=1e-5), "epsilon must be above 0"),
         (lambda: fit(GAUSSIAN[0], X, Y[:1], epsilon=1, delta=1e-5), "must be \\[users, d\\]"),
-        (lambda: fit(GAUSSIAN[0], Y, Y, epsilon=1, delta=1e-5), "must be \\[users, d\\]"),
         (lambda: fit(GAUSSIAN[0], "abc", Y, epsilon=1, delta=1e-5), "arrays of numbers"),
         (lambda: fit(GAUSSIAN[0], X[:0], Y[:0], epsilon=1, delta=1e-5), "users must be above 0"),
         # A word for replace-one that is not the right one would get the budget of add-remove.
-        *(
-            (
-                lambda oracle=oracle, delta=delta: fit(
-                    oracle, X, Y, epsilon=1, delta=delta, adjacency="replace_one"
-                ),
-                "adjacency 'replace_one' is unknown",
-            )
-            for oracle, delta in (
-                (Exponential(torch.eye(2), 1), 0.0),
-                (ISSP(1, 1), 1e-5),
-                (GAUSSIAN[0], 1e-5),
-            )
+        (
+            lambda: fit(ISSP(1, 1), X, Y, epsilon=1, delta=1e-5, adjacency="replace_one"),
+            "adjacency 'replace_one' is unknown",
         ),
         (lambda: exponent(1.0, "replace_one"), "is unknown"),  # type: ignore[arg-type]
         (lambda: issp._one_step(1.0, 1e-5, "Replace-one"), "is unknown"),  # type: ignore[arg-type]

@@ -41,8 +41,7 @@ def test_sampling_and_gradients_take_the_models_own_distribution(kind: str) -> N
 def test_the_last_step_is_tried_at_its_full_length(kind: str) -> None:
     policy, masks = families.policy(kind), []
     policy.model.register_forward_pre_hook(
-        lambda module, args, kwargs: masks.append(kwargs["attention_mask"].shape),
-        with_kwargs=True,
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"].shape), with_kwargs=True
     )
     try_last_step(policy, size=3, width=16, num_generations=2, max_new_tokens=12)
     assert masks[-1] == (6, 1 + 16 + 11)

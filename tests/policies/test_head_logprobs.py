@@ -157,10 +157,7 @@ def test_a_head_that_a_program_changed_keeps_its_logits() -> None:
 
 @pytest.mark.parametrize(
     "adapter",
-    [
-        Adapter(type="full"),
-        Adapter(type="lora", rank=1, target_modules=["q_proj", "lm_head"]),
-    ],
+    [Adapter(type="full"), Adapter(type="lora", rank=1, target_modules=["q_proj", "lm_head"])],
     ids=["full", "lora on the head"],
 )
 def test_a_head_that_is_trained_keeps_its_logits(adapter: Adapter) -> None:

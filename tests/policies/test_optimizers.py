@@ -12,12 +12,7 @@ import torch
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.policies.optimizers import (
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-    set_noise,
-)
+from dprlhf.policies.optimizers import learning_rate, make_optimizer, set_learning_rate, set_noise
 from dprlhf.privacy.correlated_noise import noise_gain, square_root
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.folder import RunFolder

@@ -371,3 +371,11 @@ def test_pieces_of_a_long_vector_have_noise_of_their_own(
     x = value_of(gate().release(1, zeros(plan(), 3 * n))).numpy().reshape(3, n)
     assert all(has_std(piece, 1.5 * 0.4 / 17.5) for piece in x)
     assert np.abs(np.corrcoef(x) - np.eye(3)).max() < 5 / math.sqrt(n)
+
+
+def test_every_round_is_charged_the_first_and_the_last(gate: Callable[..., Gate]) -> None:
+    g = gate()
+    for t in range(1, g.plan.rounds + 1):
+        g.release(t, zeros(g.plan))
+        charged = [e.body["round"] for e in read_ledger(g.ledger.path) if e.kind == "charge"]
+        assert charged == list(range(1, t + 1))

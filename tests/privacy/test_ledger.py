@@ -138,9 +138,7 @@ def test_a_crash_around_fsync_never_leaves_an_acknowledged_charge_unknown(
         charge(again, 1)
 
 
-def test_a_torn_last_line_is_dropped_at_every_byte_and_its_round_can_be_charged(
-    path: Path,
-) -> None:
+def test_a_torn_last_line_is_dropped_at_every_byte_and_its_round_can_be_charged(path: Path) -> None:
     whole = written(path, 2)
     ledger = reopened(path)
     charge(ledger, 3)

@@ -188,9 +188,7 @@ def test_integers_and_uniforms_are_uniform() -> None:
 @pytest.mark.parametrize("word", [0, 2**64 - 1, 2**63, 2**63 - 1, 2**12 - 1])
 def test_uniforms_lie_inside_the_open_interval(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     monkeypatch.setattr(
-        randomness,
-        "uint64_stream",
-        lambda *_, count, **__: np.full(count, word, dtype=np.uint64),
+        randomness, "uint64_stream", lambda *_, count, **__: np.full(count, word, dtype=np.uint64)
     )
     value = uniforms(KEY, "x", count=1)[0]
     assert 0 < value < 1

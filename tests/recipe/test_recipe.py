@@ -11,13 +11,7 @@ import yaml
 
 import dprlhf
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import (
-    STAGES,
-    Recipe,
-    dump_recipe,
-    load_recipe,
-    make_recipe,
-)
+from dprlhf.recipe import STAGES, Recipe, dump_recipe, load_recipe, make_recipe
 from dprlhf.recipe.adapters import REMOVED_TYPES
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
@@ -177,11 +171,7 @@ def test_values_that_contradict_each_other(changes: dict[str, Any], message: str
     assert refusal(settings(**changes)) == message
 
 
-PRIVATE: list[dict[str, Any]] = [
-    {"epsilon": 8.0},
-    {"epsilon": 1e9},
-    {"noise_multiplier": 0.01},
-]
+PRIVATE: list[dict[str, Any]] = [{"epsilon": 8.0}, {"epsilon": 1e9}, {"noise_multiplier": 0.01}]
 BASELINES: list[dict[str, Any]] = [{"epsilon": math.inf}, {"noise_multiplier": 0}]
 
 

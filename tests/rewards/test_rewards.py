@@ -394,8 +394,7 @@ def test_a_text_is_padded_as_it_is_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("kind", "positions", "limit"),
-    [("Bert", 100, 32), ("Roberta", 35, 32), ("Llama", 32, 32)],
+    ("kind", "positions", "limit"), [("Bert", 100, 32), ("Roberta", 35, 32), ("Llama", 32, 32)]
 )
 def test_a_shorter_text_of_another_user_leaves_the_attention_kernel(
     kind: str, positions: int, limit: int, monkeypatch: pytest.MonkeyPatch

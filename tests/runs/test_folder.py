@@ -23,12 +23,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import make_recipe
-from dprlhf.runs.checkpoint import (
-    last_checkpoint,
-    load_checkpoint,
-    load_tuned,
-    save_checkpoint,
-)
+from dprlhf.runs.checkpoint import last_checkpoint, load_checkpoint, load_tuned, save_checkpoint
 from dprlhf.runs.folder import (
     JsonLines,
     RunFolder,

@@ -151,8 +151,7 @@ def one_row_less(rows: datasets.Dataset) -> datasets.Dataset:
 
 @pytest.mark.parametrize("section", ["evaluation", "update.subspace"])
 @pytest.mark.parametrize(
-    ("copied", "same"),
-    [(None, True), (in_numpy, True), (read_again, True), (one_row_less, False)],
+    ("copied", "same"), [(None, True), (in_numpy, True), (read_again, True), (one_row_less, False)]
 )
 def test_no_declaration_makes_the_users_dataset_public(
     section: str, copied: Any, same: bool

@@ -27,12 +27,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoModelForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError, api
@@ -278,11 +273,7 @@ class TestLeaks:
 
     @pytest.mark.parametrize("kind", [RuntimeError, PanicError])
     def test_an_unexpected_error_is_one_line_and_its_text_stays_secret(
-        self,
-        kind: type[BaseException],
-        model: str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, kind: type[BaseException], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def broken(*_: Any, **__: Any) -> Any:
             raise kind(CANARY)
@@ -1009,10 +1000,7 @@ def test_a_hook_of_others_is_refused_before_it_sees_a_user(
     given = AutoModelForCausalLM.from_pretrained(model)
     seen: list[Any] = []
     said = settings(model, **FEW) | {"model": given, "processing_class": tiny.tokenizer()}
-    with (
-        _hooked(given, seen, put),
-        pytest.raises(DprlhfError, match=r"a hook .*Remove it"),
-    ):
+    with _hooked(given, seen, put), pytest.raises(DprlhfError, match=r"a hook .*Remove it"):
         dprlhf.train(output_dir=tmp_path / "run", **said)
     assert not seen
     assert not (tmp_path / "run").exists()

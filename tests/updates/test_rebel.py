@@ -23,13 +23,7 @@ from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import (
-    flat_gradient,
-    flat_parameters,
-    round_of,
-    set_parameters,
-    token_logprobs,
-)
+from helpers.rounds import flat_gradient, flat_parameters, round_of, set_parameters, token_logprobs
 
 Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)

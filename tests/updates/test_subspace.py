@@ -22,14 +22,7 @@ from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import (
-    OpenGate,
-    flat_parameters,
-    round_of,
-    set_parameters,
-    some_users,
-    value_of,
-)
+from helpers.rounds import OpenGate, flat_parameters, round_of, set_parameters, some_users, value_of
 
 SHAPE = Shape([[5, 1], [2], [18], [7]], k=2, length=4)
 MANY = Shape([[3, 2, 6, 4], [5]], k=3, length=4)
@@ -67,11 +60,7 @@ def clipped(vectors: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def run(
-    responses: Responses,
-    scores: Scores,
-    spec: Any,
-    subspace: Subspace | None,
-    **changes: Any,
+    responses: Responses, scores: Scores, spec: Any, subspace: Subspace | None, **changes: Any
 ) -> tuple[OpenGate, Any, torch.Tensor]:
     """One round: the gate, the round, and how far the policy moved."""
     policy = policy_of()

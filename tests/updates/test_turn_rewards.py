@@ -143,9 +143,7 @@ def test_each_turn_has_the_advantage_of_its_own_return(settings: dict[str, Any])
 
 
 @pytest.mark.parametrize("settings", UPDATE_CASES, ids=IDS)
-def test_one_score_for_a_trajectory_is_the_same_as_without_turns(
-    settings: dict[str, Any],
-) -> None:
+def test_one_score_for_a_trajectory_is_the_same_as_without_turns(settings: dict[str, Any]) -> None:
     policy, responses = policy_of("gpt2"), with_tools(SHAPE, 4)
     values = np.random.default_rng(4).uniform(-4, 4, len(responses.user)).tolist()
     by_turn = sums(policy, responses, scored(responses, values), settings, beta=0.3)
