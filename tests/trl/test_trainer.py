@@ -370,7 +370,7 @@ def test_a_trainer_that_was_refused_may_train_and_has_nothing_to_save(
 ) -> None:
     made = trainer(model, tmp_path / "a")
     with (
-        mock.patch("dprlhf.runs.trackers.check_installed", side_effect=DprlhfError("missing")),
+        mock.patch("dprlhf.training.build.rehearse_end", side_effect=DprlhfError("missing")),
         pytest.raises(DprlhfError, match="missing"),
     ):
         made.train()
