@@ -1023,18 +1023,6 @@ def test_the_signatures_are_trls() -> None:
         assert {"compute_metrics", "user_column"} <= set(further)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks
-def test_a_model_that_opacus_wrapped_is_a_start(model: str, tmp_path: Path, one_key: None) -> None:
-    from opacus import GradSampleModule
-
-    plain, wrapped = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    for name, given in (("a", plain), ("b", GradSampleModule(wrapped, strict=False))):
-        trainer(given, tmp_path / name, processing_class=tokenizer, max_steps=1).train()
-    assert same_weights(tmp_path / "a", tmp_path / "b")
-
-
 def test_a_trainer_continues_no_run_of_another_folder(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()

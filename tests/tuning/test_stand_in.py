@@ -65,7 +65,7 @@ def rows_for(recipe: Recipe, count: int = len(PUBLIC)) -> PublicRows:
 
 
 class TestThePlan:
-    @pytest.mark.parametrize("stand_ins", [10, 24, 60, 1000])
+    @pytest.mark.parametrize("stand_ins", [10, 1000])
     @pytest.mark.parametrize(
         ("partition", "participations"),
         [("random-allocation", 1), ("random-allocation", 2), ("fixed", 1), ("poisson", 2)],
@@ -200,12 +200,12 @@ class TestTheRows:
         with pytest.raises(DprlhfError, match="28 public prompts in 'in-memory' after the 8"):
             rows_for(recipe_of(model), 100)
 
-    @pytest.mark.parametrize("count", [FINAL - 1, FINAL, FINAL + 1, FINAL + 64])
+    @pytest.mark.parametrize("count", [FINAL, FINAL + 64])
     def test_no_row_beside_those_of_the_evaluation_is_refused(self, count: int) -> None:
         with pytest.raises(DprlhfError, match="0 public prompts in 'in-memory' after the 8"):
             rows_for(recipe_of("m"), count)
 
-    @pytest.mark.parametrize("count", [1, 63, 64])
+    @pytest.mark.parametrize("count", [1, 64])
     def test_a_file_with_no_row_beside_those_for_fitting_is_refused(
         self, tmp_path: Path, count: int
     ) -> None:
