@@ -267,6 +267,8 @@ def load_stage_recipe(
     Raises:
         DprlhfError: The file cannot be read, is of another kind, or a key or value is wrong.
     """
+    from dprlhf.recipe.supervised import StageRecipe
+
     recipe = load_any_recipe(path, overrides, stage=stage)
     if not isinstance(recipe, StageRecipe):
         raise DprlhfError(
