@@ -1,9 +1,11 @@
 """Measure how the code is laid out: imports, sizes, places that an extension touches.
 
 Writes ``docs/results/house.json``, and lowers the ceilings in ``tests/repo/ceilings.json`` to what
-is counted; ``--ceilings`` does that alone. Takes a minute; ``--times`` also runs ``make test-fast``
-and ``make test``, or the one that is named, and takes their times, which mean something on a quiet
-machine only.
+is counted; ``--ceilings`` does that alone, ``--results`` all but the ceilings, the extensions and
+the tests. Takes minutes; ``--golden FILE`` compares the bits of short runs with those that
+``helpers.golden`` has written for an earlier state of the source, and ``--times`` runs
+``make test-fast`` and ``make test``, or the one that is named, and takes their times, which mean
+something on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -85,18 +87,83 @@ def counted() -> dict[str, int]:
     }
 
 
-def plain_run() -> dict[str, int]:
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
+}
+
+
+def plain_run(*options: str) -> dict[str, int]:
     """Count what a plain ``dprlhf train`` loads, by a run in a process of its own."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    run = [sys.executable, "-W", "ignore", "-m", "helpers.plain_run"]
-    done = subprocess.run(
-        run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    run = [sys.executable, "-W", "ignore", "-m", "helpers.plain_run", *options]
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     return {
         "lines that a plain run loads": sum(found["lines"].values()),
         "files from the command line to a step": len(found["chain"]),
+        **({"functions before the first round": found["functions"]} if options else {}),
     }
+
+
+GOALS = {
+    "lines that a plain run loads": 20_000,
+    "lines of src": 38_000,
+    "lines of tests": 32_000,
+    "lines of scripts": 7_000,
+    "words of README and docs": 45_000,
+    "leaf settings": 110,
+    "files from the command line to a step": 12,
+    "functions before the first round": 300,
+    "dependencies": 18,
+    "lines of the kernel": 6_000,
+}
+"""What the counts should be at most."""
+
+STARTS = {
+    "import dprlhf": (["-c", "import dprlhf"], 0.05),
+    "dprlhf --help": (["-m", "dprlhf", "--help"], 0.25),
+}
+"""Calls of Python, each with the seconds of processor time that it may take: of the help half of
+what it took when all commands were loaded for it."""
+
+
+def goals() -> Iterator[Result]:
+    """Compare sizes and starts with their goals."""
+    kernel = importlib.import_module("repo.test_kernel").kernel()
+    found = counted() | plain_run("--functions")
+    found["lines of the kernel"] = sum(map(lines_of, kernel))
+    for name, goal in GOALS.items():
+        yield at_most(name, found[name], "", goal)
+    for name, (words, goal) in STARTS.items():
+        yield at_most(f"processor time of {name}", processor_time(words), "s", goal)
+    planted = len(list((ROOT / "tests" / "mutants").glob("*.diff")))
+    yield Result("planted bugs", planted, "bugs", "at least 350", planted >= 350)
+
+
+def lines_of(module: str) -> int:
+    """Return the lines of a module of the package."""
+    path = house.SOURCE / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return len(path.read_text("utf-8").splitlines())
+
+
+def processor_time(words: list[str]) -> float:
+    """Return the least processor time of five calls of Python, in seconds."""
+    taken = []
+    for _ in range(5):
+        before = os.times()
+        subprocess.run([sys.executable, *words], env=ENVIRONMENT, capture_output=True, check=True)
+        after = os.times()
+        taken.append(sum(after[2:4]) - sum(before[2:4]))
+    return min(taken)
+
+
+def golden(file: Path) -> Iterator[Result]:
+    """Compare the bits of short runs with those of an earlier state of the source."""
+    run = [sys.executable, "-W", "ignore", "-m", "helpers.golden", str(file.resolve())]
+    same = subprocess.run(run, env=ENVIRONMENT, capture_output=True, check=False).returncode == 0
+    runs = len(json.loads(file.read_text("utf-8")))
+    yield Result("short runs whose bits were compared", runs, "runs", "all are equal", same)
 
 
 def ceilings() -> Iterator[Result]:
@@ -159,10 +226,14 @@ def main() -> None:
         help="run these targets of make, too (all without a name), and time them",
     )  # fmt: skip
     parser.add_argument("--ceilings", action="store_true", help="lower the ceilings, nothing else")
+    parser.add_argument("--results", action="store_true", help="count sizes and starts alone")
+    parser.add_argument("--golden", type=Path, metavar="FILE", help="compare the bits of runs")
     given = parser.parse_args()
     targets = TARGETS if given.times == [] else given.times or []
-    parts = [ceilings, imports, sizes, extensions, functools.partial(times, targets)]
-    for part in parts[:1] if given.ceilings else parts:
+    parts = [ceilings, extensions, functools.partial(times, targets), goals, imports, sizes]
+    if given.golden:
+        parts.append(functools.partial(golden, given.golden))
+    for part in parts[:1] if given.ceilings else parts[3 * given.results :]:
         rows = list(part())
         if not given.ceilings:
             write_results(OUT, rows)

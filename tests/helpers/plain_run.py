@@ -1,12 +1,13 @@
 """Run ``recipes/imdb_sentiment.yaml`` on tiny models, and print what a plain run loads.
 
 For a process of its own: ``python -m helpers.plain_run`` prints one line of JSON at its end, with
-the lines of the package's modules that were loaded, and the files between the command line and the
-optimizer's step.
+the lines of the package's modules that were loaded, the files between the command line and the
+optimizer's step, and with ``--functions`` the number of functions that ran before the first round.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import tempfile
@@ -56,6 +57,18 @@ def main() -> None:
         return step(self, *given, **named)
 
     torch.optim.Adam.step = seen  # type: ignore[method-assign]
+    functions: set[Any] = set()
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(SOURCE):
+            if code.co_name == "users_of_round":
+                sys.setprofile(None)
+            elif code.co_flags & inspect.CO_OPTIMIZED and code.co_name[0] != "<":
+                functions.add(code)
+
+    if "--functions" in sys.argv:
+        sys.setprofile(called)
     from dprlhf.cli import app
 
     with tempfile.TemporaryDirectory(prefix="plain-") as name:
@@ -69,7 +82,7 @@ def main() -> None:
     }
     lines = {file: len(Path(file).read_text("utf-8").splitlines()) for file in sorted(loaded)}
     chain = max(steps, key=len)
-    print(json.dumps({"lines": lines, "chain": chain}))
+    print(json.dumps({"lines": lines, "chain": chain, "functions": len(functions)}))
 
 
 if __name__ == "__main__":
