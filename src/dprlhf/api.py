@@ -15,7 +15,6 @@ from dprlhf.errors import DprlhfError, MissingPathError
 from dprlhf.hub import hush_libraries
 from dprlhf.policies.adapters import taking_off
 from dprlhf.policies.opacus import without_wrapper
-from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.rollout import sample, without_fillers
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
@@ -112,6 +111,8 @@ def train(
     elif isinstance(model, os.PathLike):
         flat["model"] = os.fspath(model)
     if peft_config is not None and recipe is None:
+        from dprlhf.policies.peft_configs import adapter_of
+
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:
         flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe

@@ -15,7 +15,6 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.quantization import keep_unpacked, quantization_config
-from dprlhf.policies.whole import WholePolicy
 
 
 @default_torch_state()
@@ -203,6 +202,8 @@ def make_policy(
     tokenizer.padding_side = "left"
     refuse_mixing(model)  # before PEFT says what such a model has no default for
     if adapter.type == "full":
+        from dprlhf.policies.whole import WholePolicy
+
         return WholePolicy(model, tokenizer, temperature)
     adapted = add_adapter(model, adapter, seed=seed)
     return CausalLMPolicy(adapted, tokenizer, temperature)

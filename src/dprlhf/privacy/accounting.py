@@ -31,7 +31,7 @@ from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
     gaussian_noise_multiplier,
 )
-from dprlhf.privacy.partitions import Partition, all_partitions
+from dprlhf.privacy.partitions import Partition, partition_named
 from dprlhf.privacy.partitions.base import PartitionSpec, half_noise
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency, check_adjacency
 
@@ -113,7 +113,7 @@ class Mechanism:
     @property
     def spec(self) -> PartitionSpec:
         """The draw and the accountant of the mechanism's partition."""
-        spec = all_partitions()[self.partition]
+        spec = partition_named(self.partition)
         if self.bands == 1 or spec.disjoint:
             return spec
         if spec.correlated is None:

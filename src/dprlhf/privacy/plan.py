@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import accounting
@@ -23,7 +23,7 @@ from dprlhf.privacy.accounting import (
     equal_but_for_rounding,
 )
 from dprlhf.privacy.correlated_noise import noise_gain
-from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.partitions.base import PartitionSpec
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY
 
@@ -210,7 +210,7 @@ def make_plan(
         raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
         raise DprlhfError(f"clip_norm must be a positive number, not {clip_norm}")
-    cut = partition in all_partitions() and all_partitions()[partition].disjoint
+    cut = partition in get_args(Partition) and partition_named(partition).disjoint
     mechanism = Mechanism(
         noise_multiplier or 0.0,
         rounds,

@@ -22,7 +22,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt
-from dprlhf.recipe.plugins import load_plugin, plugin_names
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
@@ -283,6 +282,8 @@ def update_plugin(name: str) -> UpdatePlugin:
         DprlhfError: No package or more than one offers it, or it cannot be imported.
         ValueError: It is not an :class:`UpdatePlugin`.
     """
+    from dprlhf.recipe.plugins import load_plugin
+
     plugin = load_plugin(ENTRY_POINT_GROUP, name, "update")
     if not isinstance(plugin, UpdatePlugin) or not issubclass(plugin.settings, PrivateUpdate):
         raise ValueError(
@@ -303,6 +304,8 @@ def _of_its_class(value: Any) -> Any:
 def _settings_class(name: Any) -> type[PrivateUpdate]:
     if isinstance(name, str) and name in UPDATE_SETTINGS:
         return UPDATE_SETTINGS[name]
+    from dprlhf.recipe.plugins import plugin_names
+
     if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
         return update_plugin(name).settings
     names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))

@@ -22,7 +22,6 @@ from dprlhf.data.given_rewards import (
     rewards_of,
 )
 from dprlhf.errors import DprlhfError, missing_path
-from dprlhf.recipe.plugins import load_plugin
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
@@ -123,6 +122,8 @@ def _load_named(
     if spec.function is not None:
         source, function = spec.function, load_function(spec.function)
     elif spec.plugin is not None:
+        from dprlhf.recipe.plugins import load_plugin
+
         source, function = spec.plugin, load_plugin(ENTRY_POINT_GROUP, spec.plugin, "reward")
     else:
         assert spec.classifier is not None

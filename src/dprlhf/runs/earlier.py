@@ -18,7 +18,7 @@ from typing import Any
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
 from dprlhf.privacy.ledger import read_opened
-from dprlhf.privacy.partitions import all_partitions
+from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
@@ -218,7 +218,7 @@ def cost_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = ("rounds", "partition", "adjacency", "participations", "releases_per_round")
     fields = {name: terms[name] for name in ("noise_multiplier", *names)}
-    correlated = terms.get("bands", 1) > 1 and not all_partitions()[terms["partition"]].disjoint
+    correlated = terms.get("bands", 1) > 1 and not partition_named(terms["partition"]).disjoint
     fields |= {"rate": terms["rate"]} if terms.get("rate") is not None else {}
     return fields | ({"bands": terms["bands"]} if correlated else {})
 

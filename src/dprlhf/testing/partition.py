@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, epsilon
-from dprlhf.privacy.partitions import Partition, all_partitions
+from dprlhf.privacy.partitions import Partition, all_partitions, partition_named
 from dprlhf.privacy.partitions.base import Allocation, PartitionSpec
 from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.randomness import uint64_stream
@@ -68,12 +68,11 @@ def check_partition(
         AssertionError: A check fails; the message names it.
         DprlhfError: There is no such partition.
     """
-    known = all_partitions()
-    if name not in known:
+    if name not in (known := get_args(Partition)):
         raise DprlhfError(
             f"check_partition: there is no partition {name!r}: name one of {', '.join(known)}"
         )
-    spec, fails = known[name], f"partition {name!r} fails the check"
+    spec, fails = partition_named(name), f"partition {name!r} fails the check"
     draws = _Draws(spec, rounds, participations)
     _check_draw(draws, fails)
     carried = _carried(name, rounds, participations, noise_multiplier)

@@ -30,7 +30,7 @@ from scipy.optimize import brentq
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
-from dprlhf.privacy.partitions import Partition, all_partitions
+from dprlhf.privacy.partitions import Partition, partition_named
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.relations import Adjacency
 
@@ -241,14 +241,14 @@ def candidates(
             for k in _PASSES:
                 if k > count or (count % k and partition == "random-allocation"):
                     continue
-                if k > 1 and all_partitions()[partition].disjoint:
+                if k > 1 and partition_named(partition).disjoint:
                     continue
                 if count > users or (len(rounds) > 1 and k * users / count < _FEWEST_USERS):
                     continue
                 for r in responses:
                     if users * k * r > most_responses * (1 + 1e-9):
                         continue
-                    most = count if all_partitions()[partition].disjoint else _MOST_BANDED
+                    most = count if partition_named(partition).disjoint else _MOST_BANDED
                     for b in _BANDS:
                         if b == 1 or (k == 1 and b <= count <= most):
                             yield Candidate(partition, count, k, b, r)
@@ -274,7 +274,7 @@ def guessed_noise(
         replaced: Whether the adjacency is replace-one.
     """
     one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
-    if all_partitions()[candidate.partition].disjoint:
+    if partition_named(candidate.partition).disjoint:
         return one * math.sqrt(releases)
     k, columns = candidate.participations, noise_matrix(candidate.rounds, candidate.bands)
     products = releases * columns.T @ columns
@@ -293,7 +293,7 @@ Rated = Callable[[Candidate, Plan], Choice]
 
 def is_slow(candidate: Candidate) -> bool:
     """Return whether the accountant takes seconds for a candidate, and not a tenth of one."""
-    if all_partitions()[candidate.partition].disjoint:
+    if partition_named(candidate.partition).disjoint:
         return False
     one_pass = candidate.participations in (1, candidate.rounds) and candidate.bands == 1
     return candidate.partition != "random-allocation" or not one_pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
-from dprlhf.data.users import Prompts, Users
+from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
@@ -17,7 +17,7 @@ from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Data, Recipe
-from dprlhf.rollout import Responses, resolve_batch_size, sample, without_fillers
+from dprlhf.rollout import resolve_batch_size, sample, without_fillers
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
@@ -119,17 +119,7 @@ def start_adapter(
                 f" {len(set(classes))} different values of {column!r}; rank {adapter.rank} needs"
                 f" {adapter.rank + 1}: give more public rows, or lower the rank"
             )
-    some = _responses(policy, recipe, prompts)
-    align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size, classes)
-
-
-def leftover_responses(policy: CausalLMPolicy, recipe: Recipe, public: Users) -> Responses:
-    """Sample one response to each of several public prompts that the evaluation does not use."""
-    return _responses(policy, recipe, held_out(recipe, public))
-
-
-def _responses(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts) -> Responses:
-    return sample(
+    some = sample(
         policy,
         prompts,
         without_fillers(recipe.rollout, len(prompts), 1),
@@ -137,3 +127,4 @@ def _responses(policy: CausalLMPolicy, recipe: Recipe, prompts: Prompts) -> Resp
         context=("alignment", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
+    align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size, classes)

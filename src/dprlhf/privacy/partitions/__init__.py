@@ -2,37 +2,41 @@
 
 One file holds a partition's draw, accountant, composition and likelihood ratio as a
 :class:`~dprlhf.privacy.partitions.base.PartitionSpec`. To add a partition, write such a file, and
-add its name and its entry below.
+add its name and its place below.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from dprlhf.privacy.partitions.base import PartitionSpec
 
-__all__ = ["Partition", "all_partitions"]
+__all__ = ["Partition", "all_partitions", "partition_named"]
 
 Partition = Literal["random-allocation", "fixed", "stream", "poisson"]
 """How users are spread over rounds: each draws its own secret round; disjoint batches of a fixed
 size; disjoint batches in order of arrival; or each joins each round with probability q."""
 
 
+_HOMES: dict[Partition, str] = {
+    "random-allocation": "random_allocation.RANDOM_ALLOCATION",
+    "fixed": "disjoint.FIXED",
+    "stream": "disjoint.STREAM",
+    "poisson": "poisson.POISSON",
+}
+
+
 @functools.cache
+def partition_named(name: Partition) -> PartitionSpec:
+    """Load a partition; the command line needs the names alone."""
+    module, _, constant = _HOMES[name].partition(".")
+    found: PartitionSpec = getattr(importlib.import_module(f"{__name__}.{module}"), constant)
+    return found
+
+
 def all_partitions() -> dict[Partition, PartitionSpec]:
-    """Return every partition by its name.
-
-    They are loaded on the first call: the command line needs the names alone.
-    """
-    from dprlhf.privacy.partitions.disjoint import FIXED, STREAM
-    from dprlhf.privacy.partitions.poisson import POISSON
-    from dprlhf.privacy.partitions.random_allocation import RANDOM_ALLOCATION
-
-    return {
-        "random-allocation": RANDOM_ALLOCATION,
-        "fixed": FIXED,
-        "stream": STREAM,
-        "poisson": POISSON,
-    }
+    """Return every partition by its name."""
+    return {name: partition_named(name) for name in _HOMES}
