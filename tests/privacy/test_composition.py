@@ -186,9 +186,9 @@ def test_the_sets_of_runs_are_the_maximal_cliques() -> None:
 
 
 def test_a_pair_that_either_side_calls_shared_is_shared() -> None:
-    half = [[True, False], [True, True]]
-    found = total_epsilon([GAUSSIAN, GAUSSIAN], DELTA, half).epsilon
-    assert found == pytest.approx(gaussian_epsilon(2.0 / 2**0.5, DELTA))
+    half = [[True, True, False], [False, True, True], [True, False, True]]  # each of the next
+    found = total_epsilon([GAUSSIAN] * 3, DELTA, half).epsilon
+    assert found == pytest.approx(gaussian_epsilon(2.0 / 3**0.5, DELTA))
 
 
 @pytest.mark.slow
