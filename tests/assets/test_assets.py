@@ -327,12 +327,6 @@ def test_status(shelf: Shelf) -> None:
     ]
 
 
-def test_the_cache_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DPRLHF_CACHE", raising=False)
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert cache.cache_folder() == Path("/somewhere/.cache/dprlhf")
-
-
 def test_every_source_is_known_and_stands_before_its_use() -> None:
     seen = set(catalogue.WHEELS)
     for name, asset in catalogue.ASSETS.items():
