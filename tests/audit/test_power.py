@@ -339,9 +339,9 @@ def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
     labelled = {"path": "nowhere", "label_column": "stars", "user_column": "prompt"}
     return {
         "sft": SFTRecipe(policy=MODEL, data=data, **common),
-        "pairs": RewardRecipe(model=MODEL, data=data, **common),
+        "pairs": RewardRecipe(policy=MODEL, data=data, **common),
         "dpo": DPORecipe(policy=MODEL, data=data, **common),
-        "labels": RewardRecipe(model=MODEL, data=labelled, labels=["x", "y", "z"], **common),
+        "labels": RewardRecipe(policy=MODEL, data=labelled, labels=["x", "y", "z"], **common),
     }
 
 

@@ -157,21 +157,21 @@ def train_in_another_order(folder: Path, run: str) -> None:
 def fit(folder: Path, run: str) -> None:
     """Fit a policy to documents, in float32."""
     data = {"path": "in-memory", "max_completion_tokens": 8}
-    stage = SFTRecipe.model_validate(stage_settings(folder, "policy") | {"data": data})
+    stage = SFTRecipe.model_validate(stage_settings(folder) | {"data": data})
     train_stage(stage, [{"prompt": text, "completion": text[-3:]} for text in PROMPTS], folder, run)
 
 
 def judge(folder: Path, run: str) -> None:
     """Fit a reward model to pairs, in float32."""
     data = {"path": "in-memory", "max_tokens": 24}
-    stage = RewardRecipe.model_validate(stage_settings(folder, "model") | {"data": data})
+    stage = RewardRecipe.model_validate(stage_settings(folder) | {"data": data})
     pairs = [{"prompt": text, "chosen": text[-3:], "rejected": text[:2]} for text in PROMPTS]
     train_stage(stage, pairs, folder, run)
 
 
-def stage_settings(folder: Path, trained: str) -> dict[str, Any]:
+def stage_settings(folder: Path) -> dict[str, Any]:
     return {
-        trained: {
+        "policy": {
             "model_name_or_path": str(folder / "model"),
             "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
         },

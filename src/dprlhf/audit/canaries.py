@@ -242,7 +242,7 @@ def _reward_model(
     else:
         rows = _rows(recipe.data, texts, label=[int(sign < 0) for sign in signs])
     changes = {
-        "model": settings.Policy(model_name_or_path="bandit", dtype="float32"),
+        "policy": settings.Policy(model_name_or_path="bandit", dtype="float32"),
         "update": _saturated(recipe),
         "data": settings.Preferences(
             path=IN_MEMORY, user_column=recipe.data.user_column, label_column=column
