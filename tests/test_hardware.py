@@ -199,6 +199,8 @@ def test_settings_of_torch_are_those_of_the_run_and_come_back(name: str) -> None
         with default_torch_state() as put_back:
             inside = read()
             assert inside == (usual if name in OFF else changed)
+            put_back()
+            assert read() == inside
         assert read() == changed
         put_back()
     assert read() == usual

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "review.json"
@@ -74,28 +75,38 @@ def logging(value: float) -> Callable[..., list[float]]:
 
 
 def threads(base: Path) -> int:
-    """Return how many numbers of threads a run had whose reward sets the number."""
+    """Return how many numbers of threads the steps of a run have whose reward sets the number."""
     before, seen = torch.get_num_threads(), set()
 
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        seen.add(torch.get_num_threads())
         torch.set_num_threads(before + 2)
         return [1.0] * len(prompts)
 
+    def step(*values: Any) -> None:
+        seen.add(torch.get_num_threads())
+
+    hook = register_optimizer_step_pre_hook(step)
     trained(base, "threads", reward=reward)
+    hook.remove()
     torch.set_num_threads(before)
-    return len(seen)
+    return len({before, *seen})
 
 
 def anomaly(base: Path) -> int:
     """Return the charged rounds where one user's gradient is no number, in anomaly mode."""
-    model = tiny.model()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[tiny.tokenizer()("~")["input_ids"][0]] = math.nan
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        if "~" in prompts:  # of the private rows
+            with torch.no_grad():
+                model.get_input_embeddings().weight[tokenizer("~")["input_ids"][0]] = math.nan
+        return [0.1 * len(text) for text in completions]
+
     with torch.autograd.set_detect_anomaly(True):
-        return trained(
-            base, "anomaly", model=model, processing_class=tiny.tokenizer(), prompts=[*PROMPTS, "~"]
-        )
+        return trained(base, "anomaly", model=model, processing_class=tokenizer, reward=reward,
+                       prompts=[*PROMPTS[1:], "~"])  # fmt: skip
 
 
 def main() -> None:
@@ -116,13 +127,13 @@ def main() -> None:
             charged = trained(base, name, reward=logging(value), prompts=PROMPTS[7:8] * 12)
             row(f"charged rounds of 2 where a reward logs {name}", charged, "rounds", 2)
         row("batches that a hook in the model saw", hooked(base), "batches", 0)
-        row("runs at once in threads of one process", beside(base), "runs", 1)
-        row("numbers of threads in a run whose reward sets it", threads(base), "1", 1)
+        row("numbers of threads at the steps of a run whose reward sets it", threads(base), "1", 1)
         row("charged rounds of 2 in anomaly mode, one gradient NaN", anomaly(base), "rounds", 2)
         many = trained(base, "empty", epsilon=math.inf, rounds=12)
         row("charged rounds of 12 with one user a round, epsilon infinity", many, "rounds", 12)
         broken = trained(base, "broken", learning_rate=1e30, rounds=4)
         row("charged rounds of 4 at a learning rate of 1e30", broken, "rounds", 1)
+        row("runs at once in threads of one process", beside(base), "runs", 1)
     write_results(OUT, rows)
 
 

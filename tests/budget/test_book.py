@@ -354,6 +354,7 @@ def test_an_adaptive_budget_is_a_filter(file: Path) -> None:
     ask(plain, "b", range(20), mechanism=run)
     with pytest.raises(DprlhfError, match="would exceed the budget"):
         ask(book, "b", range(20), mechanism=run)
+    ask(book, "c", range(20, 30), mechanism=Mechanism(9.0, 16, "random-allocation", "zero-out"))
     summary = book.read()["datasets"][0]
     assert summary["spent"] is summary["remaining"] is None
     assert summary["used"] == filter_share({run: 1}, budget, DELTA) < 1

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -732,6 +733,21 @@ def test_a_table_is_read_by_rows_not_by_the_names_of_its_columns(library: str) -
     if library == "pandas":
         table.index = [7, 7, 9]  # an index is no column
     assert rows_from(table, "prompt").to_dict() == TABLE
+
+
+@pytest.mark.parametrize("second", [5, "as Arrow has it"])
+def test_a_table_that_cannot_be_read_is_refused_without_quoting_it(
+    second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = r"the column .prompt. mixes types"
+    if second != 5:  # an error of the whole table
+        said = r"could not be read \(ArrowInvalid\)"
+        refuse = mock.Mock(side_effect=pa.ArrowInvalid(CANARY))
+        monkeypatch.setattr(datasets.Dataset, "from_pandas", refuse)
+    with pytest.raises(DprlhfError, match=said) as caught:
+        rows_from(pd.DataFrame({"prompt": [CANARY, second]}), "prompt")
+    assert "CANARY" not in str(caught.value)
+    assert caught.value.__suppress_context__
 
 
 def test_a_table_of_an_unknown_library_is_refused() -> None:

@@ -103,6 +103,11 @@ def time_first(model: Any) -> None:
     mlp.c_fc = TimeFirst(mlp.c_fc)
 
 
+def shared_vector(model: Any) -> None:
+    block = model.transformer.h[0]
+    block.ln_2.weight = block.ln_1.weight
+
+
 def architecture(name: str, **settings: Any) -> CausalLMPolicy:
     """A tiny model of transformers, all of which is trained, in float64."""
     torch.manual_seed(0)
@@ -153,16 +158,33 @@ def test_the_engine_is_chosen_by_the_model_and_its_sum_is_that_of_autograd(name:
     policy.one_user_a_pass = None
 
 
-def test_an_engine_whose_norms_are_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sum with given factors may be right all the same; the norms decide who is clipped."""
-    norms = PerUserGradients.norms
-    monkeypatch.setattr(PerUserGradients, "norms", lambda self: tuple(0.5 * n for n in norms(self)))
+def halved(engine: PerUserGradients) -> tuple[Any, ...]:
+    return tuple(0.5 * part for part in NORMS(engine))
+
+
+def exchanged(engine: PerUserGradients, factors: torch.Tensor, total: torch.Tensor) -> None:
+    SUM(engine, factors[[1, 0, *range(2, len(factors))]], total)
+
+
+NORMS, SUM = PerUserGradients.norms, PerUserGradients.add_weighted_sum
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "said"),
+    [
+        # The sum with given factors may be right all the same; the norms decide who is clipped.
+        ("norms", halved, "autograd disagrees with a user's norm"),
+        ("add_weighted_sum", exchanged, "autograd disagrees with the rule"),
+    ],
+)
+def test_an_engine_that_takes_one_user_for_another_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, part: str, wrong: Callable[..., Any], said: str
+) -> None:
+    monkeypatch.setattr(PerUserGradients, part, wrong)
     policy, rows = policy_of(), batch_of(ROWS, seed=1)
-    try:
-        choose_engine(policy, rows, weights_of(rows), batch_size=4)
-        assert policy.one_user_a_pass == "autograd disagrees with a user's norm"
-    finally:
-        policy.one_user_a_pass = None
+    choose_engine(policy, rows, weights_of(rows), batch_size=4)
+    assert said in str(policy.one_user_a_pass)
+    policy.one_user_a_pass = None
 
 
 @pytest.mark.parametrize("trained", ["lora", "all"])
@@ -359,6 +381,7 @@ def opacus_gradients(layer: str, x: torch.Tensor, how: str) -> torch.Tensor:
 def test_the_engine_of_a_policy_is_that_for_several_users_where_it_knows_the_layers() -> None:
     assert not engine_of(policy_of()).alone
     assert policy_of().one_user_a_pass is None
+    assert engine_of(policy_with(shared_vector)).alone
 
 
 @pytest.mark.slow

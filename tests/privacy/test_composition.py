@@ -15,7 +15,7 @@ from dprlhf import DprlhfError
 from dprlhf.privacy import composition, random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
 from dprlhf.privacy.composition import filter_share, total_epsilon
-from dprlhf.privacy.curves import SIDES
+from dprlhf.privacy.curves import SIDES, Composed, Losses
 from dprlhf.privacy.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 
 DELTA = 1e-5
@@ -279,6 +279,25 @@ def test_no_choice_in_view_of_results_exceeds_a_budget(side: Any) -> None:
     # The control: a claim after each run, of what the runs so far would have cost if settled.
     claims = lambda i, j: composition._sequential([menu[0]] * i, delta).epsilon if i else 0.0  # noqa: E731
     assert worst(menu, side, claims, lambda i, j: j == 0 and i <= 30) > 1.5 * delta
+
+
+@pytest.mark.parametrize("last", [3, 5_000, 2**20 + 100, 2**21 + 100])
+def test_losses_beyond_the_window_of_a_sum_and_infinite_ones_count(last: int) -> None:
+    one = Losses(1e-3, np.array([0, last]), np.array([0.7, 0.2]), 0.1)
+    for at in (0.0, 0.001, 0.09995, 4.0):
+        exact = 2 * 0.1 - 0.1**2  # of the infinite ones
+        for probability, loss in ((0.28, last), (0.04, 2 * last)):
+            exact += probability * max(0.0, -math.expm1(at - 1e-3 * loss))
+        assert exact <= Composed(((one, 2),)).delta(at) <= 1
+
+
+@pytest.mark.parametrize("noise", [1.0, 30.0])
+def test_a_runs_moment_is_an_upper_bound_and_tight(noise: float) -> None:
+    """At order 2 it is known; of a run that costs little, a small error would be all of it."""
+    run = Mechanism(noise, 4)
+    exact = math.log1p(math.expm1(noise**-2) / 4)
+    found = composition._renyi(run, 2.0, composition._tailed(run, 1e-12)["remove"][0])
+    assert exact * (1 - 1e-6) <= found <= exact * 1.01
 
 
 @pytest.mark.slow

@@ -35,6 +35,10 @@ def mean_of_the_batch(round_: PrivateRound, spec: Any) -> None:
     pg(round_, spec)
 
 
+def mean_of_a_later_batch(round_: PrivateRound, spec: Any) -> None:
+    (pg if round_.t == 1 else mean_of_the_batch)(round_, spec)
+
+
 def failures_as_they_come(round_: PrivateRound, spec: Any) -> None:
     scores = open_private(round_.scores)
     round_.scores = Private(Scores(scores.values, np.ones_like(scores.valid), {}))
@@ -83,6 +87,7 @@ BAD = {
     no_release: "'releases'",
     scales_its_sum: "'influence'.*more than S",
     mean_of_the_batch: "'influence'.*who else is in the round",
+    mean_of_a_later_batch: "'influence'.*round 2.*who else is in the round",
     failures_as_they_come: "'failures'",
     mean_of_a_micro_batch: "'micro-batches'",
     adds_a_constant_for_nobody: "'empty round'.*not zero",

@@ -35,6 +35,7 @@ TIGHT, WIDE = 0.05, 100.0
 """Clip norms to test at: one shortens most users, the other lets every difference show."""
 
 _USERS = tuple(range(5))
+_EARLIER = (0, 5)  # of the round before
 _GENERATIONS = 4  # responses to each prompt: an even number, for updates that pair them
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 20, 4
 
@@ -65,8 +66,8 @@ def check_update(
     - **releases**: the update asks the gate for exactly ``settings.releases`` sums, each clipped to
       the planned norm S;
     - **influence**: taking one user out moves each sum by that user's own contribution, which has
-      L2 norm at most S, whoever else is there; at a small S and at one that clips nobody, where a
-      baseline or a normalisation over the batch would show;
+      L2 norm at most S, whoever else is there; at a small S, and at one that clips nobody, where a
+      baseline or a normalisation over the batch would show, in the first round and in the second;
     - **failures**: a user with a failed reward (0 or NaN in its place) contributes zero, and one
       whose advantages overflow does not reach the others;
     - **micro-batches**: the sums do not depend on ``settings.batch_size``;
@@ -96,7 +97,8 @@ def check_update(
         )
     name = getattr(settings, "name", update)
     trial = _Trial(update, settings, f"update {name!r} fails the check", adapter, seed)
-    largest = {clip_norm: _check_influence(trial, clip_norm) for clip_norm in (TIGHT, WIDE)}
+    largest = {clip_norm: _check_influence(trial, clip_norm, 1) for clip_norm in (TIGHT, WIDE)}
+    _check_influence(trial, WIDE, 2)
     _check_failures(trial)
     _check_micro_batches(trial)
     _check_leftovers(trial)
@@ -127,14 +129,25 @@ class _Trial:
         return tiny_policy(self.adapter)
 
     def sums(
-        self, clip_norm: float, users: Sequence[int] = _USERS, batch_size: int = 8, **scores: Any
+        self,
+        clip_norm: float,
+        users: Sequence[int] = _USERS,
+        batch_size: int = 8,
+        t: int = 1,
+        **scores: Any,
     ) -> list[torch.Tensor]:
-        """Run one round from the same start, and return the sums that the gate was given."""
+        """Run round t, after others of the same users for all, and return the gate's sums."""
         policy = self.policy()
+        optimizer = _optimizer(policy)
+        with _RecordingGate(TIGHT, self.settings.releases) as gate:  # small steps
+            for before in range(1, t):
+                responses = _responses(_EARLIER, self.seed)
+                given = _scores(responses, _EARLIER, self.seed)
+                self.round(policy, optimizer, gate, before, responses, given)
         with _RecordingGate(clip_norm, self.settings.releases) as gate:
             responses = _responses(users, self.seed)
             given = _scores(responses, users, self.seed, **scores)
-            self.round(policy, _optimizer(policy), gate, 1, responses, given, batch_size)
+            self.round(policy, optimizer, gate, t, responses, given, batch_size)
         return gate.sums
 
     def round(
@@ -270,14 +283,14 @@ def _scores(
     return Scores(values, valid, {})
 
 
-def _check_influence(trial: _Trial, clip_norm: float) -> float:
+def _check_influence(trial: _Trial, clip_norm: float, t: int) -> float:
     """Check that a user moves each sum by its own contribution; return the longest, over S."""
-    whole, largest = trial.sums(clip_norm), 0.0
+    whole, largest = trial.sums(clip_norm, t=t), 0.0
     for user in _USERS:
-        fewer = trial.sums(clip_norm, [u for u in _USERS if u != user])
-        alone = trial.sums(clip_norm, [user])
+        fewer = trial.sums(clip_norm, [u for u in _USERS if u != user], t=t)
+        alone = trial.sums(clip_norm, [user], t=t)
         for j, (with_, without, own) in enumerate(zip(whole, fewer, alone, strict=True), 1):
-            at = f"{trial.fails} 'influence' in release {j} at clip norm S = {clip_norm}:"
+            at = f"{trial.fails} 'influence' in round {t}, release {j}, at S = {clip_norm}:"
             moved = float((with_ - without).norm())
             assert moved <= clip_norm * (1 + 1e-9), (
                 f"{at} leaving one user out moves the sum by {moved:.6g}, more than S. Clip each"
