@@ -31,11 +31,10 @@ from dprlhf.papers.regression import (
     ProjectedSGD,
     SufficientStatistics,
     fit,
-    improper_batch_sgd,
-    projected_sgd,
 )
 from dprlhf.papers.regression.on_arrays import gaussian_budget
 from dprlhf.runs.measurements import Result, write_results
+from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIMENSIONS = (5, 50)

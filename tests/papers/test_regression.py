@@ -33,7 +33,6 @@ from dprlhf.papers.regression import (
 )
 from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
 from dprlhf.papers.regression.in_memory import InMemoryRelease
-from dprlhf.privacy import pure
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
 from dprlhf.updates.privls.oracle import Contribution, project
@@ -488,35 +487,6 @@ def test_sums_of_losses_are_exact_in_any_order() -> None:
     assert not torch.equal(losses.sum(0), losses.flip(0).sum(0))  # which plain sums are not
     extremes = torch.tensor([[math.nan, 1.0], [9.0, -1.0]])
     assert total_units(extremes, 3.0).tolist() == [UNITS, 0]
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_random_allocation_of_exponential_mechanisms(rounds: int) -> None:
-    """Every outcome of T rounds enumerated, the user in one of them, against privacy/pure.py."""
-    rng = np.random.default_rng(rounds)
-    epsilon, c = 1.2, 1.2 / 4  # add-remove, R = 1
-    with_user, without = [], []
-    for _ in range(rounds):
-        others, mine = rng.uniform(0, 2, 4), rng.uniform(0, 4, 4)
-        mine[:2] = 0, 4
-        without.append(law(others, c))
-        with_user.append(law(others + mine, c))
-
-    def joint(laws: list[Array]) -> Array:
-        return np.array([math.prod(p) for p in itertools.product(*laws)])
-
-    p = np.mean(
-        [joint([with_user[t] if t == i else without[t] for t in range(rounds)])
-         for i in range(rounds)],
-        axis=0,
-    )  # fmt: skip
-    q = joint(without)
-    for spent in (0.0, 0.2, 0.5, 1.0):
-        sticks = [np.maximum(a - math.exp(spent) * b, 0).sum() for a, b in ((p, q), (q, p))]
-        claimed = pure.delta_of(pure.Mechanism(epsilon, rounds), spent)
-        assert max(sticks) <= claimed
-    # The control: a mechanism of less ε would not cover this one.
-    assert np.maximum(q - p, 0).sum() > pure.delta_of(pure.Mechanism(epsilon / 6, rounds), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------
