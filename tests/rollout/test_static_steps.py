@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -196,6 +197,24 @@ def refused(policy: CausalLMPolicy, message: str) -> None:
     with pytest.raises(DprlhfError, match=message):
         resolve_batch_size(spec, policy, rows=9, max_prompt_tokens=9)
     resolve_batch_size(recipe.Rollout(batch_size=4), policy, rows=9, max_prompt_tokens=9)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_graphs_are_taken_on_a_gpu_where_the_model_allows_them(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = policy_of("llama")
+    policy = mock.Mock(device=torch.device(device), model=real.model, network=real.network)
+
+    def chosen(**settings: Any) -> bool:
+        spec = recipe.Rollout(batch_size=4, **settings)
+        return bool(resolve_batch_size(spec, policy, rows=9, max_prompt_tokens=9).cuda_graphs)
+
+    assert chosen() == (device == "cuda")
+    assert not chosen(cuda_graphs=False)
+    assert not chosen(agent={"tools": ["a:b"]})
+    monkeypatch.setattr(policy.network, "hf_quantizer", object(), raising=False)
+    assert not chosen()
 
 
 def test_models_that_look_back_a_fixed_distance_are_refused() -> None:

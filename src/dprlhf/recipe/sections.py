@@ -106,6 +106,7 @@ class Rollout(Settings):
         cuda_graphs: Experimental: sample with tensors of fixed shape (transformers' ``static``
             cache) and, on a GPU, replay each decoding step as a CUDA graph. Not for every model,
             and not with an agent; activations of sampling are then not reused for the gradients.
+            Null does so on a GPU wherever it is possible.
         agent: Tools or an environment, for responses of several turns; null for one turn.
     """
 
@@ -122,7 +123,7 @@ class Rollout(Settings):
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
-    cuda_graphs: Annotated[bool, Experimental()] = False
+    cuda_graphs: Annotated[bool | None, Experimental()] = None
     agent: Annotated[Agent | None, Experimental()] = None
 
     def check(self, policy: Policy) -> None:

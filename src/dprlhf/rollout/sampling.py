@@ -65,7 +65,8 @@ def resolve_batch_size(
     """Choose the batch size of a run for this machine, and start vLLM if the recipe asks for it.
 
     Args:
-        spec: Rollout settings; ``batch_size: auto`` becomes a number that the run keeps.
+        spec: Rollout settings; ``batch_size: auto`` becomes a number that the run keeps, and CUDA
+            graphs are chosen on a GPU.
         policy: The policy, on the device where it will sample.
         rows: Number of responses that a process expects in a round, a public number.
         max_prompt_tokens: Upper bound on a prompt's length, in tokens.
@@ -79,6 +80,10 @@ def resolve_batch_size(
         vllm.check_rows(policy, rows=rows, prompt=max_prompt_tokens, response=spec.max_new_tokens)
     if spec.cuda_graphs:
         check_static(policy)
+    elif spec.cuda_graphs is None and policy.device.type == "cuda" and spec.agent is None:
+        with contextlib.suppress(DprlhfError):
+            check_static(policy)
+            spec = spec.model_copy(update={"cuda_graphs": spec.backend == "transformers"})
     if spec.batch_size != "auto":
         return spec
     size = batch_size(policy, prompt=max_prompt_tokens, response=spec.max_new_tokens, rows=rows)
