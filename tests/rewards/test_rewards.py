@@ -50,7 +50,7 @@ from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_times_columns
 from dprlhf.training.run import PreparedRun
-from helpers import tiny
+from helpers import kernels, tiny
 from helpers.marks import slow
 
 CANARY = "CANARY-my-private-prompt"
@@ -337,8 +337,35 @@ def test_a_reward_says_beyond_how_many_rows_a_call_is_no_faster(tmp_path: Path) 
     stage.scorer.score(PROMPTS, COMPLETIONS, [[1]] * len(PROMPTS), {}, range(len(PROMPTS)),
                        private=True)  # fmt: skip
     assert max(called) == 4
+
+
+@pytest.mark.parametrize("kernel", [None, "by_place", "by_shape", "by_contents"])
+def test_a_classifier_scores_each_text_at_its_place(kernel: str | None, tmp_path: Path) -> None:
+    """Another user's text may move a score through the batch alone, and the check finds it."""
     folder, _, _ = bert(tmp_path, ["reward"])
-    assert ClassifierReward(str(folder), batch_size=8).dprlhf_most_rows == 32
+    function = ClassifierReward(str(folder), text="completion", batch_size=4)
+    if kernel is not None:
+        for module in function.model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(getattr(kernels, kernel))
+    texts = ["good", "bad film " * 3, "a film", "good film " * 6, "x", "bad", "a good one", "no"]
+    report = check_reward(function, PROMPTS, COMPLETIONS)
+    assert (report.moved > 0) == (kernel == "by_contents")
+    reward = as_reward(function).in_calls_of(report.checked_rows)
+    reward = reward.one_user_at_a_time() if report.moved else reward
+
+    def scored(absent: int) -> dict[int, float]:
+        left = [n for n in range(len(texts)) if n != absent]
+        scores = Scorer([reward], 100.0).score(
+            [""] * len(left), [texts[n] for n in left], [[1]] * len(left), {}, left, places=left,
+            private=True,
+        )  # fmt: skip
+        assert scores.valid.all()
+        return dict(zip(left, scores.values.tolist(), strict=True))
+
+    everyone = scored(99)
+    for absent in range(len(texts)):
+        assert scored(absent) == {n: s for n, s in everyone.items() if n != absent}
 
 
 def positioned(kind: str, positions: int) -> Any:
@@ -380,8 +407,8 @@ def test_a_text_is_padded_as_it_is_alone(tmp_path: Path, monkeypatch: pytest.Mon
     widths: list[int] = []
     forward = reward._forward
 
-    def watched(batch: list[list[int]], width: int) -> list[float]:
-        widths.extend([width] * len(batch))
+    def watched(batch: list[list[int] | None], width: int) -> list[float]:
+        widths.extend([width] * sum(ids is not None for ids in batch))
         return forward(batch, width)
 
     monkeypatch.setattr(reward, "_forward", watched)

@@ -258,7 +258,9 @@ def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
         moved("repeat", batch.scores(everything, logs), "after some more calls"),
     ]
     checked_rows = 0
-    if not batch.reward.per_user and not max(moves):
+    if batch.reward.by_place:  # its calls have all rows, whatever their number
+        checked_rows = limits.most_rows
+    elif not batch.reward.per_user and not max(moves):
         checked_rows = _largest_size(
             batch.of_rows,
             len(batch.rows),
@@ -347,9 +349,11 @@ def _in_company(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     # Two copies need row numbers of their own, or the second would hide the first.
     count = len(batch.rows)
     doubled = batch.rows.take([*range(count), *range(count)])
+    if batch.reward.by_place:  # the copy has places of its own, where its rows may round otherwise
+        doubled = Rows(**{**vars(doubled), "places": list(range(2 * count))})
     copies = [[i + count for i in members] for members in batch.units]
     both = batch.evaluate(doubled, [*batch.units, *copies], range(2 * len(batch.units)))
-    for offset in (0, count):
+    for offset in (0, count)[: 1 if batch.reward.by_place else 2]:
         yield {i: both[i + offset] for i in range(count)}
 
 

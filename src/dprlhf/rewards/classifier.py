@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
@@ -35,14 +36,13 @@ class ClassifierReward:
     other labels' logits: the log-odds of the label under the softmax, and with two labels the
     difference of the logits. With one output the score is that output.
 
-    Batches hold texts of similar length, padded and masked, so a score depends on its neighbours
-    by float32 rounding only (about 1e-6); declare the reward per-user to remove even that.
-
     The text of a plain prompt is prompt + completion, without a separator. Messages go through
     the tokenizer's chat template if it has one, else their contents are joined by line breaks.
     A text that is too long is truncated at its end if it is the completion alone, and otherwise at
     its start, since the completion comes last.
     """
+
+    dprlhf_by_place = True
 
     def __init__(
         self,
@@ -83,8 +83,6 @@ class ClassifierReward:
         self.__name__ = source
         # A mixture of experts couples the texts of a batch.
         self.dprlhf_per_user = mixing_layer(model) is not None
-        # A call of some batches has few fillers, and a larger one takes longer to check.
-        self.dprlhf_most_rows = 4 * batch_size
         self._label = _label_index(model.config, source, label)
         self._text = _known_text(text, source)
         self._batch_size = batch_size
@@ -105,20 +103,34 @@ class ClassifierReward:
         self._device = next(model.parameters()).device
 
     def __call__(
-        self, prompts: list[Any], completions: list[Any], **_: object
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        places: Sequence[int] | None = None,
+        **_: object,
     ) -> list[float | None]:
-        """Return the scores ``[rows]`` of completions, which are texts or lists of messages."""
+        """Return the scores ``[rows]`` of completions, which are texts or lists of messages.
+
+        A text is in a batch of its own padded width, at its own place, so that no other text
+        changes how it is rounded (see :mod:`dprlhf.rollout`). Without places, texts of one width
+        stand one after the other.
+        """
         tokens = self._tokens(prompts, completions)
         scores: list[float | None] = [None] * len(tokens)
-        # Fixed shapes, so that rounding cannot couple users: see dprlhf.rollout. A model has no
-        # positions for padding beyond its longest text.
-        widths = [min(_width(len(ids)), self._max_tokens) for ids in tokens]
-        for width in sorted(set(widths)):
-            alike = [i for i, own in enumerate(widths) if own == width]
-            for start in range(0, len(alike), self._batch_size):
-                batch = alike[start : start + self._batch_size]
-                found = self._forward([tokens[i] for i in batch], width)
-                for i, score in zip(batch, found, strict=True):
+        batches: dict[tuple[int, int], list[int]] = {}
+        of_width: Counter[int] = Counter()
+        for i, ids in enumerate(tokens):
+            # A model has no positions for padding beyond its longest text.
+            width = min(_width(len(ids)), self._max_tokens)
+            number, place = divmod(
+                of_width[width] if places is None else places[i], self._batch_size
+            )
+            of_width[width] += 1
+            batches.setdefault((number, width), [-1] * self._batch_size)[place] = i
+        for (_number, width), rows in batches.items():
+            found = self._forward([None if i < 0 else tokens[i] for i in rows], width)
+            for i, score in zip(rows, found, strict=True):
+                if i >= 0:
                     scores[i] = score
         return scores
 
@@ -144,12 +156,14 @@ class ClassifierReward:
         return found
 
     @torch.inference_mode()
-    def _forward(self, batch: list[list[int]], width: int) -> list[float]:
+    def _forward(self, batch: list[list[int] | None], width: int) -> list[float]:
         columns, placed = self._columns(width)
         input_ids = torch.full((self._batch_size, columns), self._tokenizer.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
-        attention_mask[len(batch) :, :width] = 1  # fillers, dropped below
         for i, ids in enumerate(batch):
+            if ids is None:  # a filler
+                attention_mask[i, :width] = 1
+                continue
             input_ids[i, : len(ids)] = torch.tensor(ids)
             attention_mask[i, : len(ids)] = 1
         logits = self.model(
@@ -163,7 +177,7 @@ class ClassifierReward:
         else:
             others = [j for j in range(logits.shape[1]) if j != self._label]
             scores = logits[:, self._label] - logits[:, others].logsumexp(dim=1)
-        return [float(score) for score in scores[: len(batch)].tolist()]
+        return [float(score) for score in scores.tolist()]
 
     def _columns(self, width: int) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the number of columns for texts of a width, and the arguments that place them.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from dprlhf.boundary import Private, open_private
 from dprlhf.rewards.reward import Rows
 from dprlhf.rewards.scoring import Scorer, Scores
@@ -32,6 +34,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
         rows.columns,
         responses.user,
         turns=rows.turns,
+        places=rows.places,
         private=private,
     )
     if responses.failed is None:
@@ -53,7 +56,11 @@ def rows_to_score(responses: Responses) -> Rows:
         name: [values[p] for p in owner] for name, values in responses.prompts.columns.items()
     }
     completions = responses.completions or in_form_of(prompts, responses.texts)
-    return Rows(prompts, completions, ids, {**columns, **responses.extra}, responses.turns)
+    places = np.empty(len(responses.user), dtype=np.int64)
+    grid = responses.grid.ravel()
+    places[grid[grid >= 0]] = np.flatnonzero(grid >= 0)
+    extra = {**columns, **responses.extra}
+    return Rows(prompts, completions, ids, extra, responses.turns, places.tolist())
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

@@ -72,6 +72,10 @@ class Log(Protocol):
         """End the call."""
 
 
+BY_PLACE = "dprlhf_by_place"
+"""Attribute of a reward that takes the rows' places: see :attr:`LoadedReward.by_place`."""
+
+
 @dataclass(frozen=True)
 class LoadedReward:
     """A reward callable with its settings.
@@ -107,6 +111,14 @@ class LoadedReward:
             function = function.func
         model = getattr(function, "model", None)
         return model if is_model(model) else None
+
+    @property
+    def by_place(self) -> bool:
+        """Whether it is called with all rows and their places, for a batch of fixed shape.
+
+        A row's score may then depend on its place, and not on what other rows contain.
+        """
+        return getattr(self.function, BY_PLACE, False) and not self.per_user
 
     def one_user_at_a_time(self) -> LoadedReward:
         """Return the same reward, called once per user."""
@@ -147,6 +159,7 @@ class Rows:
         columns: Dataset columns by name, each ``[rows]``.
         turns: Number of turns of the policy in each completion, ``[rows]``; by default that of its
             messages of an assistant, and 1 for a text.
+        places: The place of each row in its round, ``[rows]``; by default one after the other.
     """
 
     prompts: Sequence[Any]
@@ -154,15 +167,19 @@ class Rows:
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
     turns: Sequence[int] = ()
+    places: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not self.turns:
             object.__setattr__(self, "turns", [_turns(one) for one in self.completions])
+        if not self.places:
+            object.__setattr__(self, "places", list(range(len(self.prompts))))
         lengths = {
             "prompts": len(self.prompts),
             "completions": len(self.completions),
             "completion_ids": len(self.completion_ids),
             "turns": len(self.turns),
+            "places": len(self.places),
             **{f"columns[{name!r}]": len(column) for name, column in self.columns.items()},
         }
         if len(set(lengths.values())) > 1:
@@ -179,6 +196,7 @@ class Rows:
             [self.completion_ids[i] for i in indices],
             {name: [column[i] for i in indices] for name, column in self.columns.items()},
             [self.turns[i] for i in indices],
+            [self.places[i] for i in indices],
         )
 
 
@@ -280,6 +298,8 @@ def call_reward(
     """
     takes, _ = keywords_of(reward.function)
     keywords = keywords_for(rows, state, log)
+    if reward.by_place:
+        keywords["places"] = list(rows.places)
     try:
         answer = reward.function(
             **{k: v for k, v in keywords.items() if takes is None or k in takes}

@@ -81,7 +81,8 @@ class Scorer:
     check (:func:`dprlhf.rewards.check_reward`) found that it gives the same values, bit for bit;
     and only with a number of rows at which that was checked: see
     :attr:`~dprlhf.rewards.LoadedReward.checked_rows`. The rows of a user alone are cut into calls
-    of these sizes too, or a size that nobody tried could round otherwise.
+    of these sizes too, or a size that nobody tried could round otherwise. A reward by place, such
+    as a classifier, gets all rows with their places, and makes batches of fixed shape of them.
     When such a call raises or answers with the wrong length, each of its users is called alone: the
     failure of one user then costs only that user's rows, and the others get what defines their
     score anyway. Giving all users of the failed call an invalid score instead would let one user
@@ -142,6 +143,7 @@ class Scorer:
         users: Sequence[Any] | NDArray[Any],
         *,
         turns: Sequence[int] = (),
+        places: Sequence[int] = (),
         private: bool = False,
     ) -> Scores:
         """Score completions.
@@ -155,6 +157,7 @@ class Scorer:
             users: User id of each row, any hashable, ``[rows]``.
             turns: Number of turns of the policy in each completion, ``[rows]``; by default that of
                 its messages of an assistant. Only rewards by turn use it.
+            places: The place of each row in its round, ``[rows]``, for rewards by place.
             private: Whether a reward that exits or raises ``KeyboardInterrupt`` fails like any
                 other, so that no user's text can end the run. Signals are held back during a round
                 by :class:`~dprlhf.training.interrupt.Interruptible`.
@@ -165,7 +168,7 @@ class Scorer:
         Raises:
             ValueError: the arguments differ in length.
         """
-        rows = Rows(prompts, completions, completion_ids, columns, turns)
+        rows = Rows(prompts, completions, completion_ids, columns, turns, places)
         if len(users) != len(rows):
             raise ValueError(f"{len(users)} user ids for {len(rows)} rows to score")
         groups = group_rows(users)
@@ -256,7 +259,9 @@ class _Answers:
 
         Private users' rows go in calls of sizes that were checked; public ones all in one call.
         """
-        return checked_sizes(rows, self.reward.checked_rows) if self._private else [rows]
+        if not self._private or (self.reward.by_place and self.reward.checked_rows):
+            return [rows]
+        return checked_sizes(rows, self.reward.checked_rows)
 
     def _ask_together(self, groups: Sequence[Sequence[int]]) -> set[int]:
         """Call the reward with several users' rows, and return the rows left without an answer."""
