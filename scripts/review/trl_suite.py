@@ -232,7 +232,8 @@ class Suite:
         if isinstance(error, AssertionError):
             if "Regex pattern did not match" in said:
                 return "words", said
-            if re.search("log_history|logged_keys", str(found.traceback[-1].statement)):
+            of_log = re.search("log_history|logged_keys", str(found.traceback[-1].statement))
+            if of_log or (Entry.missed and re.search(r"\bnan\b", said)):
                 return "log", said
         return "failed", f"{type(error).__name__}: {said}"
 
