@@ -93,7 +93,8 @@ def costs(before: str) -> list[Result]:
                 )
                 values.append(float(answer.stdout.split()[-1]))
         ratio = statistics.median(times["src"]) / statistics.median(times[before])
-        name = f"processor time of a round on one thread, one width over width classes: {mixture}, {USERS} prompts"
+        compared = "processor time of a round on one thread, one width over width classes"
+        name = f"{compared}: {mixture}, {USERS} prompts"
         found.append(Result(name, ratio, "1", "at most 1", ratio <= 1))
     return found
 
