@@ -301,6 +301,7 @@ def faults_of(spec: recipe.Recipe, folder: RunFolder) -> set[str]:
         return faults_of_later_round(Rounds(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_later_round_moves_by_each_user_alone_whatever_the_options(
     update: str,
