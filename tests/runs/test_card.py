@@ -54,15 +54,16 @@ def card_of(tuning_runs: int | None) -> dict[str, Any]:
     return privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
 
 
-def test_the_plain_words_are_those_of_the_guarantee() -> None:
-    # (e + δ)/(1 + e) at ε = 1 is 0.7311, rounded up.
-    card = {"private": True, "epsilon": 1.0, "delta": 0.0}
-    assert "at most 73.2 of 100 cases; without it, in 50." in in_plain_words(card)
-    # The total counts, not the run alone: e²/(1 + e²) = 0.8808.
-    assert "at most 88.1 of 100" in in_plain_words({**card, "total": {**card, "epsilon": 2.0}})
-    unbounded = {**card, "total": {**card, "epsilon": "inf"}}
-    assert "nothing is promised" in in_plain_words(unbounded)
+def test_the_plain_words_are_those_of_the_risk() -> None:
+    # A Gaussian at z = 3 allows Φ(1/6) = 0.5662; nine, with eight tuning runs, Φ(1/2) = 0.6915.
+    card = card_of(None)
+    assert "at most 56.7 of 100 cases; without it, in 50." in in_plain_words(card)
+    assert "at most 69.2 of 100 cases" in in_plain_words(card_of(8))
+    assert card_of(8)["risk"]["gdp_mu"] == pytest.approx(1.0)
+    assert "nothing is promised" in in_plain_words({**card, "risk": None})
     assert "nothing is promised" in in_plain_words({**card, "private": False})
+    del card["risk"]  # a card of an earlier version keeps its words
+    assert in_plain_words(card) == card["in_plain_words"]
 
 
 def test_the_card_says_that_no_earlier_run_was_declared() -> None:

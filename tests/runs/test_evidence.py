@@ -12,21 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.ledger import Entry, read_ledger
 from dprlhf.recipe import SFTRecipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import records_of, total_of
 from dprlhf.runs.evidence.write import write_evidence
 from dprlhf.runs.folder import RunFolder
-from dprlhf.runs.model_card import right_guesses
 from helpers import tiny
 from helpers.commands import dprlhf as command
 
@@ -341,24 +336,3 @@ def test_the_command(run: Path) -> None:
     refused = command("comply", str(run), "--limit", "inf")
     assert refused.returncode == 2
     assert len(refused.stderr.splitlines()) == 1
-
-
-@settings(max_examples=200, derandomize=True, deadline=None)
-@given(st.floats(0.0, 50.0), st.floats(1e-9, 0.1))
-def test_the_right_guesses_are_an_upper_bound(epsilon: float, delta: float) -> None:
-    """Checked against every point of the region that (ε, δ) allows (arXiv 1311.0776)."""
-    alpha = np.linspace(0, 1, 2001)
-    missed = np.maximum.reduce(
-        [0 * alpha, 1 - delta - np.exp(epsilon) * alpha, np.exp(-epsilon) * (1 - delta - alpha)]
-    )
-    best = 100 * float((1 - (alpha + missed) / 2).max())
-    shown = float(right_guesses(epsilon, delta))
-    assert best - 1e-6 <= shown <= best + 0.1 * math.exp(min(epsilon, 5)) + 0.11
-
-
-@pytest.mark.parametrize("z", [0.5, 1.0, 3.0])
-def test_the_right_guesses_hold_for_a_gaussian(z: float) -> None:
-    """The best attack on one Gaussian release stays below what the page says."""
-    noise = np.random.default_rng(1).normal(0, z, 200_000)
-    right = ((noise < 0.5).mean() + (noise + 1 > 0.5).mean()) / 2
-    assert 100 * right < float(right_guesses(gaussian_epsilon(z, 1e-5), 1e-5))

@@ -214,6 +214,73 @@ def privacy_total(
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
+@privacy.command("risk")
+def privacy_risk(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, taken together; leave out to give the plan as options."),
+    ] = None,
+    prior: Annotated[
+        float, typer.Option(help="Probability that the person took part, as known beforehand.")
+    ] = 0.5,
+    people: Annotated[
+        int, typer.Option(help="Number of people who all took part, or of whom none did.")
+    ] = 1,
+    delta: Annotated[
+        float | None, typer.Option(help="δ of the μ.", show_default="that of the runs")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="T, the number of rounds.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="z, the noise's standard deviation over the clip norm.")
+    ] = None,
+    partition: Partition = "random-allocation",
+    adjacency: Adjacency = None,
+    participations: Participations = 1,
+    releases_per_round: Releases = 1,
+    bands: Bands = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Bound what a guess about a person can gain: rates of right guesses and of a test's hits."""
+    from dataclasses import asdict
+
+    from dprlhf.privacy.accounting import Mechanism
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready
+    from dprlhf.privacy.risk import risk
+    from dprlhf.runs.earlier import risk_of, total_of_runs
+    from dprlhf.runs.model_card import hit_rates, percent
+
+    if runs:
+        records, _ = total_of_runs(runs, delta=delta)
+        found = risk_of(records, delta, prior=prior, people=people)
+    elif rounds is None or noise_multiplier is None or delta is None:
+        raise DprlhfError("give a run folder, or --rounds, --noise-multiplier and --delta")
+    else:
+        mechanism = Mechanism(
+            noise_multiplier,
+            rounds,
+            partition,
+            adjacency or relations.DEFAULT_ADJACENCY,
+            participations,
+            releases_per_round,
+            bands,
+        )
+        found = risk([mechanism], delta, prior=prior, people=people)
+    answer = json_ready(asdict(found))
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    who = "the person" if people == 1 else f"all {people} people or none"
+    typer.echo(f"Whether {who} took part, a guess is right in at most, of 100 cases:")
+    typer.echo(f"  {percent(found.best_guess)} at even odds, where chance is right in 50")
+    if prior != 0.5:
+        chance = percent(max(prior, 1 - prior))
+        typer.echo(f"  {percent(found.best_guess_at_prior)} at prior {prior:g}, chance in {chance}")
+    typer.echo(hit_rates(answer))
+    mu = upwards(found.gdp_mu, 4)
+    typer.echo(f"Gaussian differential privacy: mu = {mu}, but for delta = {found.delta:g}")
+
+
 @privacy.command("declare")
 def privacy_declare(
     model: Annotated[Path, typer.Argument(help="Folder of a model, as save_pretrained writes it.")],

@@ -82,6 +82,29 @@ def total_epsilon(
     Raises:
         DprlhfError: no run, or the runs differ in their adjacency.
     """
+    sets = sets_of_runs(mechanisms, shared, times)
+    costs = [_sequential(together, delta) for together in sets]
+    worst = max(costs, key=lambda cost: cost.epsilon)
+    if shared is None or all(map(all, shared)):
+        return worst
+    return Epsilon(
+        worst.epsilon,
+        worst.epsilon_lower,
+        delta,
+        f"parallel composition over disjoint users; the most expensive of them: {worst.accountant}",
+        tuple(dict.fromkeys(a for cost in costs for a in cost.assumptions)),
+    )
+
+
+def sets_of_runs(
+    mechanisms: Sequence[Mechanism],
+    shared: Sequence[Sequence[bool]] | None,
+    times: Sequence[int] | None,
+) -> list[list[Mechanism]]:
+    """Return sets of runs such that the runs of any one user all stand in one of them.
+
+    The arguments and what is raised are those of :func:`total_epsilon`.
+    """
     if not mechanisms:
         raise DprlhfError("there is no run to state a total of")
     if {m.adjacency for m in mechanisms} == {"add-remove", "zero-out"}:
@@ -100,17 +123,7 @@ def total_epsilon(
         for group in _groups(len(mechanisms), shared)
         for together in [[m for i in group for m in repeated[i]]]
     }
-    costs = [_sequential(together, delta) for together in sets.values()]
-    worst = max(costs, key=lambda cost: cost.epsilon)
-    if shared is None or all(map(all, shared)):
-        return worst
-    return Epsilon(
-        worst.epsilon,
-        worst.epsilon_lower,
-        delta,
-        f"parallel composition over disjoint users; the most expensive of them: {worst.accountant}",
-        tuple(dict.fromkeys(a for cost in costs for a in cost.assumptions)),
-    )
+    return list(sets.values())
 
 
 def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -> float:
@@ -140,7 +153,7 @@ def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -
             "the runs protect against different neighbours, so there is no one statement for them"
             " together: give all the same privacy.adjacency"
         )
-    noise = _together([m for m, n in times.items() for _ in range(n)])
+    noise = covering_noise([m for m, n in times.items() for _ in range(n)])
     ratio = gaussian_noise_multiplier(epsilon, _GAUSSIAN_PART * delta) / noise
     shares = [ratio * ratio]
     tails = {m: _tailed(m, _CUT * delta) for m in times}
@@ -241,12 +254,12 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
         return alone[0]
     replace = mechanisms[0].adjacency == "replace-one"
     # One Gaussian covers each run, were membership known; Gaussians compose in closed form.
-    noise = _together(mechanisms)
+    noise = covering_noise(mechanisms)
     upper = gaussian_epsilon(noise, delta)
     disjoint = all(m.spec.disjoint for m in mechanisms)
     little = any(noise_too_small(round_noise(m), delta) for m in mechanisms)
     if not disjoint and not little and upper > 0:
-        joint = _joint(mechanisms, {m: m.spec.pair for m in mechanisms}, delta)
+        joint = joint_losses(mechanisms, {m: m.spec.pair for m in mechanisms}, delta)
         pairs = {m: m.spec.replaced for m in mechanisms if m.spec.replaced is not None}
         if not replace:
             upper = _epsilon_of(joint, delta, upper)
@@ -258,7 +271,7 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
             )
             upper = min(upper, replace_one_epsilon(curves, delta))
             if all(m in pairs for m in mechanisms):
-                upper = _epsilon_of(_joint(mechanisms, pairs, delta), delta, upper)
+                upper = _epsilon_of(joint_losses(mechanisms, pairs, delta), delta, upper)
     return Epsilon(
         upper,
         min(upper, max(cost.epsilon_lower for cost in alone)),
@@ -268,7 +281,7 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
     )
 
 
-def _together(mechanisms: Sequence[Mechanism]) -> float:
+def covering_noise(mechanisms: Sequence[Mechanism]) -> float:
     """Return the noise multiplier of the Gaussian release that costs as much as all these runs.
 
     Each run is bounded by one Gaussian release; z⁻² of the composition is the sum of theirs.
@@ -285,7 +298,7 @@ def _epsilon_of(joint: dict[Side, Composed], delta: float, high: float) -> float
     return max(losses.epsilon(delta, high) for losses in joint.values())
 
 
-def _joint(
+def joint_losses(
     mechanisms: Sequence[Mechanism], pairs: Mapping[Mechanism, Pair], delta: float
 ) -> dict[Side, Composed]:
     """Return the pessimistic loss distribution of all runs, by side.

@@ -318,6 +318,34 @@ def delta(noise: float, rounds: int, bands: int, epsilon_: float, rough: bool = 
     return min(single, float(max(upper)) + CHARGE)
 
 
+def likely_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> float:
+    """Return about the ε at ``delta_`` that the certificate is likely to state."""
+    single = gaussian_epsilon(noise, delta_)
+    if delta_ < _SMALLEST_DELTA or not _usable(noise, single):
+        return single
+    return find_root(
+        lambda e: _predicted(noise, rounds, bands, e), 0.0, single, delta_, tolerance=1e-4
+    )
+
+
+def curve(
+    noise: float, rounds: int, bands: int, epsilons: Array, reach: float, side: Side
+) -> Array:
+    """Return upper bounds on one side's δ, from draws that suit three ε up to ``reach``.
+
+    All points of the draws hold at once, with the probability that :data:`CHARGE` pays for.
+    """
+    if not _usable(noise, reach):
+        return np.ones_like(epsilons)
+    samples = [
+        _sample(noise, rounds, bands, at, side, "curve", _DRAWS // 4)
+        for at in (0.0, reach / 2, reach)
+    ]
+    found = [sample.bounds(epsilons, _FAILURE / 2)[1] for sample in samples]
+    most: Array = np.min(found, 0) + CHARGE
+    return most
+
+
 @functools.lru_cache(1024)
 def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float, float]:
     """Return an upper and a lower bound on ε at ``delta_``.
@@ -336,9 +364,7 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
     lower = _independent_epsilon(noise, rounds, bands, delta_)
     if single == 0 or delta_ < _SMALLEST_DELTA or not _usable(noise, single):
         return single, min(lower, single)
-    guess = find_root(
-        lambda e: _predicted(noise, rounds, bands, e), 0.0, single, delta_, tolerance=1e-4
-    )
+    guess = likely_epsilon(noise, rounds, bands, delta_)
     near = guess + max(guess, 0.01) * np.array(_OFFSETS)
     points = np.unique([float(f"{max(e, 0.0):.5g}") for e in near])
     failure = _FAILURE / 2

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -16,7 +17,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.plan import Plan, json_ready
 from dprlhf.privacy.randomness import commitment
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Source, experimental, load_any_recipe
-from dprlhf.runs.earlier import Earlier, Record, runs_of_model, total
+from dprlhf.runs.earlier import Earlier, Record, all_records, risk_of, runs_of_model, total
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
 from dprlhf.runs.lineage import FILE, Carried, in_card
 from dprlhf.runs.model_card import (
@@ -61,6 +62,7 @@ def privacy_card(
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
         **({"total": _total(plan, earlier)} if earlier else {}),
+        "risk": _risk(plan, earlier),
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(released_dimension(recipe, dimension)),
@@ -226,6 +228,13 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
             ]
         ),
     }
+
+
+def _risk(plan: Plan, earlier: Earlier) -> dict[str, Any] | None:
+    """Return what a guess about one person can gain from this run and the earlier ones."""
+    if not (plan.private and math.isfinite(total(plan, earlier).epsilon)):
+        return None
+    return asdict(risk_of(all_records(plan, earlier)))
 
 
 def _named(earlier: Earlier) -> str:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism
@@ -23,6 +23,9 @@ from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import KEY, carried_by, is_adapter
+
+if TYPE_CHECKING:
+    from dprlhf.privacy.risk import Risk
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ def cost_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
     return fields | ({"bands": terms["bands"]} if correlated else {})
 
 
-def total(plan: Plan, earlier: Earlier) -> Epsilon:
-    """Return the total ε of a run and its earlier runs, at the largest δ of all."""
+def all_records(plan: Plan, earlier: Earlier) -> list[Record]:
+    """Return the terms of a run's earlier runs, and last its own."""
     own = Record(
         run="",
         name="",
@@ -235,7 +238,12 @@ def total(plan: Plan, earlier: Earlier) -> Epsilon:
         disjoint=earlier.disjoint,
         tuning_runs=earlier.tuning_runs,
     )
-    return total_of([*earlier.records, own])
+    return [*earlier.records, own]
+
+
+def total(plan: Plan, earlier: Earlier) -> Epsilon:
+    """Return the total ε of a run and its earlier runs, at the largest δ of all."""
+    return total_of(all_records(plan, earlier))
 
 
 def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
@@ -248,20 +256,42 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
     delta = max(r.delta for r in records) if delta is None else delta
     if any(not r.mechanism["noise_multiplier"] for r in records):
         return Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
-    shared = [
-        [a.run not in b.disjoint and b.run not in a.disjoint for b in records] for a in records
-    ]
-    times = [1 + r.tuning_runs for r in records]
+    return _total(*_runs_of(records), delta)
+
+
+def risk_of(
+    records: Sequence[Record], delta: float | None = None, *, prior: float = 0.5, people: int = 1
+) -> Risk:
+    """Return the risk of several runs together, the arguments as for :func:`total_of`.
+
+    Raises:
+        DprlhfError: A run has no noise, or a value is out of range.
+    """
+    from dprlhf.privacy.risk import risk
+
+    delta = max(r.delta for r in records) if delta is None else delta
+    mechanisms, shared, times = _runs_of(records)
+    return risk(mechanisms, delta, shared=shared, times=times, prior=prior, people=people)
+
+
+_Runs = tuple[tuple[Mechanism, ...], tuple[tuple[bool, ...], ...], tuple[int, ...]]
+
+
+def _runs_of(records: Sequence[Record]) -> _Runs:
+    """Return the runs' mechanisms, which of them may share users, and how often each was made."""
+    shared = tuple(
+        tuple(a.run not in b.disjoint and b.run not in a.disjoint for b in records) for a in records
+    )
     mechanisms = tuple(Mechanism(**r.mechanism) for r in records)
-    return _total(mechanisms, delta, tuple(map(tuple, shared)), tuple(times))
+    return mechanisms, shared, tuple(1 + r.tuning_runs for r in records)
 
 
 @functools.lru_cache(64)
 def _total(
     mechanisms: tuple[Mechanism, ...],
-    delta: float,
     shared: tuple[tuple[bool, ...], ...],
     times: tuple[int, ...],
+    delta: float,
 ) -> Epsilon:
     """Return the total ε, which a run's opening, its card and its report all ask for."""
     from dprlhf.privacy.composition import total_epsilon

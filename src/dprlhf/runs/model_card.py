@@ -5,7 +5,6 @@ It is made from the run's recipe and its privacy card (:mod:`dprlhf.runs.card`).
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -135,30 +134,36 @@ def in_plain_words(card: dict[str, Any]) -> str:
     """
     if not card["private"]:
         return "nothing is promised: whoever has the model may find out who took part."
-    whole = card.get("total", card)
-    epsilon = float(whole["epsilon"])
-    if math.isinf(epsilon):
+    if "risk" not in card:  # a card of an earlier version
+        return str(card.get("in_plain_words", "the risk of a guess was not computed."))
+    if card["risk"] is None:
         return "with the earlier runs together, nothing is promised."
-    cases = right_guesses(epsilon, float(whole["delta"]))
     return (
         "take somebody who knows everything but whether one user's data took part, which was"
         " decided by the toss of a fair coin. Whatever they compute from what the run published,"
-        f" they guess right in at most {cases} of 100 cases; without it, in 50."
+        f" they guess right in at most {percent(card['risk']['best_guess'])} of 100 cases; without"
+        f" it, in 50. {hit_rates(card['risk'])}"
     )
 
 
-def right_guesses(epsilon: float, delta: float) -> str:
-    """Return in how many of 100 cases an attack is right at most, rounded up to one decimal.
+def hit_rates(risk: dict[str, Any]) -> str:
+    """Return in a sentence how many of those who took part a test can tell.
 
-    The cases are one user's presence, decided by a fair coin. Under (ε, δ)-differential privacy no
-    attack is right more often than (e^ε + δ)/(1 + e^ε) (Kairouz, Oh & Viswanath 2015, arXiv
-    1311.0776, Theorem 2.1).
-
-    >>> right_guesses(1.0, 0.0), right_guesses(0.0, 0.0)
-    ('73.2', '50')
+    Args:
+        risk: :class:`~dprlhf.privacy.risk.Risk` as JSON has it.
     """
-    share = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
-    return f"{min(100.0, math.ceil(share * 1000 - 1e-9) / 10):g}"
+    rates = risk["tpr_at_fpr"].items()
+    pairs = ", ".join(f"{percent(tpr)}% at {100 * float(fpr):g}%" for fpr, tpr in rates)
+    return f"Largest true-positive rates of a test, at false-positive rates: {pairs}."
+
+
+def percent(share: float) -> str:
+    """Format an upper bound on a share in percent, rounded up to three digits.
+
+    >>> percent(0.7310586), percent(0.5), percent(0.00094431)
+    ('73.2', '50', '0.0945')
+    """
+    return upwards(100 * share, 3)
 
 
 def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import math
 import re
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.plan import delta_warning, epsilon_warning, json_ready
 from dprlhf.recipe import Source
 from dprlhf.runs.card import software_version
+from dprlhf.runs.earlier import risk_of
 from dprlhf.runs.evidence.records import Records, read_records
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
-from dprlhf.runs.model_card import audits_on, guarantee_sentence, in_plain_words, right_guesses
+from dprlhf.runs.model_card import audits_on, guarantee_sentence, hit_rates, in_plain_words, percent
 
 NOT_MEASURED = "not measured"
 _DISTRUST = "Do not rely on this run's ε until the cause is known."
@@ -79,7 +81,8 @@ def write_evidence(
 def statement_on(records: Records, limit: float | None, date: datetime.date) -> dict[str, Any]:
     """Return all that the page says, JSON-ready."""
     stands, total = records.private and not records.contradictions, records.total
-    counted = {**records.card, "total": {"epsilon": total.epsilon, "delta": total.delta}}
+    risk = json_ready(asdict(risk_of(records.runs))) if records.private else None
+    counted = {**records.card, "risk": risk}
     none = "no confirmed guarantee" if records.private else "no guarantee"
     return {
         "format": "dprlhf evidence 2",
@@ -93,12 +96,13 @@ def statement_on(records: Records, limit: float | None, date: datetime.date) -> 
             "delta": total.delta if stands else None,
             "sentence": guarantee_sentence(records.card) if stands else none,
             "in_plain_words": in_plain_words(counted) if stands else none,
+            "risk": risk if stands else None,
         },
         "limit": limit,
         "alerts": [{"what": what, "do": do} for what, do in alerts_of(records, limit)],
         "answers": [
             {"question": question, "answer": answer, "files": files}
-            for question, answer, files in answers_of(records, stands)
+            for question, answer, files in answers_of(records, risk if stands else None)
         ],
         "assumed_public": list(records.card.get("assumed_public", [])),
         "assumptions": list(records.card.get("assumptions", [])),
@@ -106,8 +110,13 @@ def statement_on(records: Records, limit: float | None, date: datetime.date) -> 
     }
 
 
-def answers_of(records: Records, stands: bool) -> list[tuple[str, str, str]]:
-    """Return each question with its answer and the files that the answer rests on."""
+def answers_of(records: Records, risk: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+    """Return each question with its answer and the files that the answer rests on.
+
+    Args:
+        records: The run's records.
+        risk: What a guess can gain; None where no guarantee stands.
+    """
     total, before, card = records.total, records.before, records.card
     rounds = records.terms["rounds"]
     own, *earlier = records.runs
@@ -115,9 +124,12 @@ def answers_of(records: Records, stands: bool) -> list[tuple[str, str, str]]:
     paid, plan, book = "ledger.jsonl, privacy.json", "ledger.jsonl", card.get("book")
 
     def cost(epsilon: float, delta: float) -> str:
-        return f"ε ≤ {upwards(epsilon, 4)}, δ = {delta:g}" if stands else "not confirmed"
+        return f"ε ≤ {upwards(epsilon, 4)}, δ = {delta:g}" if risk else "not confirmed"
 
-    guesses = f"at most {right_guesses(total.epsilon, total.delta)} of 100"
+    guesses = rates = mu = "not confirmed"
+    if risk:
+        guesses, rates = f"at most {percent(risk['best_guess'])} of 100", hit_rates(risk)
+        mu = f"μ ≤ {upwards(risk['gdp_mu'], 4)}, δ = {risk['delta']:g}"
     attacked = bounded = could = NOT_MEASURED
     if audit and audit["guesses"]:
         count, right = int(audit["guesses"]), int(audit["right"] or 0)
@@ -134,7 +146,9 @@ def answers_of(records: Records, stands: bool) -> list[tuple[str, str, str]]:
         ("Cost of this run alone", cost(records.alone.epsilon, records.alone.delta), paid),
         ("Spent before this run", cost(before.epsilon, before.delta) if before else "0", plan),
         ("Right guesses about one user that the guarantee allows",
-         guesses if stands else "not confirmed", paid),
+         guesses, paid),
+        ("Tests of membership that the guarantee allows", rates, paid),
+        ("Gaussian differential privacy, but for δ", mu, paid),
         ("Noise multiplier", f"{own.mechanism['noise_multiplier']:.4g}", plan),
         ("Accountant", records.alone.accountant, plan),
         # Whoever was in round 1 has spent all of it, so the whole ε is owed from the first on.

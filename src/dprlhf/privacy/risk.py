@@ -1,0 +1,223 @@
+"""Risk in words: what a guess about one person, or a few, can gain from all that runs released.
+
+Everything follows from the privacy curves δ(ε) = H_{e^ε}(P‖Q), of which (ε, δ) is one point: the
+curve of a test's largest true-positive rate is its conjugate, the best guess one value of it.
+All figures are upper bounds (``docs/proofs/risk.md``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.composition import covering_noise, joint_losses, sets_of_runs
+from dprlhf.privacy.curves import SIDES, Floats
+from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
+from dprlhf.privacy.partitions.base import round_noise
+from dprlhf.privacy.random_allocation import Side
+
+FALSE_POSITIVES = (0.001, 0.01, 0.1)
+"""The false-positive rates at which the largest true-positive rate is stated."""
+
+_POINTS = 96  # of a curve, up to the ε at which it falls to δ
+_PARTS = 4  # into which chords divide each step between them
+_MOST_STEPS = 6000
+_LARGEST_EPSILON = 300.0
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Upper bounds on what any test of the releases can gain about a person.
+
+    Attributes:
+        best_guess: Probability that a guess whether the person took part is right, at even odds.
+        prior: Probability that the person took part, as the guesser knows beforehand.
+        best_guess_at_prior: The same as ``best_guess``, at that prior.
+        tpr_at_fpr: Largest true-positive rate, of "took part" or of "did not", by false-positive
+            rate.
+        gdp_mu: μ such that every true-positive rate is at most Φ(Φ⁻¹(fpr) + μ) + δ.
+        delta: That δ.
+        people: Number of people who all took part, or of whom none did.
+    """
+
+    best_guess: float
+    prior: float
+    best_guess_at_prior: float
+    tpr_at_fpr: dict[str, float]
+    gdp_mu: float
+    delta: float
+    people: int
+
+
+def risk(
+    mechanisms: Sequence[Mechanism],
+    delta: float,
+    *,
+    shared: Sequence[Sequence[bool]] | None = None,
+    times: Sequence[int] | None = None,
+    prior: float = 0.5,
+    people: int = 1,
+) -> Risk:
+    """Return the risk of several runs together; of one run alone with one mechanism.
+
+    Args:
+        mechanisms: One per run, as for :func:`dprlhf.privacy.composition.total_epsilon`.
+        delta: δ that the Gaussian-DP μ leaves out.
+        shared: Whether runs i and j may have a user in common; None: all may.
+        times: Number of times each was run on the same users; None: once each.
+        prior: Probability that the person took part, before anything is released.
+        people: Number of people who took part together, or did not.
+
+    Raises:
+        DprlhfError: a value is out of range, a run has no noise, or the runs differ in adjacency.
+
+    >>> f"{risk([Mechanism(1.0, 1, 'fixed')], 1e-5).best_guess:.4f}"
+    '0.6915'
+    """
+    if not 0 < delta < 1:
+        raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
+    if not 0 < prior < 1:
+        raise DprlhfError(f"prior must be above 0 and below 1, not {prior}")
+    if not 1 <= people <= 100:
+        raise DprlhfError(f"people must be a whole number from 1 to 100, not {people}")
+    if any(m.noise_multiplier == 0 for m in mechanisms):
+        raise DprlhfError("a run without noise promises nothing: there is no risk to bound")
+    sets = sets_of_runs(mechanisms, shared, times)
+    found = [_together(tuple(together), delta, prior, people) for together in sets]
+    rates = {name: max(one.tpr_at_fpr[name] for one in found) for name in found[0].tpr_at_fpr}
+    guess, at_prior, mu = (
+        max(getattr(one, name) for one in found)
+        for name in ("best_guess", "best_guess_at_prior", "gdp_mu")
+    )
+    return Risk(guess, prior, at_prior, rates, mu, delta, people)
+
+
+@functools.lru_cache(64)  # a run's opening, its card and its report ask for the same
+def _together(runs: tuple[Mechanism, ...], delta: float, prior: float, people: int) -> Risk:
+    """Return the risk of runs that may all contain the same person."""
+    noise = covering_noise(runs)
+    if math.isinf(noise):
+        none = {f"{rate:g}": rate for rate in FALSE_POSITIVES}
+        return Risk(0.5, prior, max(prior, 1 - prior), none, 0.0, delta, people)
+    reach, curve = _curve(runs, noise, delta)
+    step = min(max(1.01 * reach, 1e-6), _LARGEST_EPSILON) / _POINTS / _PARTS
+    at = np.arange(_POINTS + 1.0) * (step * _PARTS)
+    own = {side: np.minimum(curve(at, side), gaussian_deltas(noise, at)) for side in SIDES}
+    if runs[0].adjacency == "replace-one":  # either of the two may be the one who took part
+        own = dict.fromkeys(SIDES, np.maximum(*own.values()))
+    steps = min(people * _POINTS * _PARTS, _MOST_STEPS, int(2 * _LARGEST_EPSILON / step))
+    all_ = {a: _of_people(own[a], own[b], step, steps, noise, people)
+            for a, b in (SIDES, SIDES[::-1])}  # fmt: skip
+    epsilons = step * np.arange(-steps, steps + 1)
+    removed = all_["remove"]
+
+    def guess(p: float) -> float:
+        # p TPR + (1 - p)(1 - FPR) is largest where the curve's slope in FPR is (1 - p)/p; between
+        # its points the curve lies below the chord in e^eps.
+        odds = (1 - p) / p
+        ratios, values = (np.append(*ends) for ends in ((0.0, np.exp(epsilons)), (1.0, removed)))
+        value = float(np.interp(odds, ratios, values))
+        return max(p, min(1.0, 1 - p + p * value + _ROUNDING))
+
+    def rate(fpr: float) -> float:
+        lines = (float((values + np.exp(epsilons) * fpr).min()) for values in all_.values())
+        return min(1.0, max(lines) + _ROUNDING)
+
+    worst = np.maximum(*(values[steps:] for values in all_.values()))
+    mu = min(people / noise, _gaussian_mu(worst, step, delta, people / noise)) * (1 + _ROUNDING)
+    rates = {f"{fpr:g}": rate(fpr) for fpr in FALSE_POSITIVES}
+    return Risk(guess(0.5), prior, guess(prior), rates, mu, delta, people)
+
+
+def _curve(
+    runs: tuple[Mechanism, ...], noise: float, delta: float
+) -> tuple[float, Callable[[Floats, Side], Any]]:
+    """Return about the ε at which both sides' curves have fallen to δ, and the curves."""
+    replace = runs[0].adjacency == "replace-one"
+    pairs = {m: m.spec.replaced if replace else m.spec.pair for m in runs}
+    first, spec = runs[0], runs[0].spec
+    if (
+        all(m.spec.disjoint for m in runs)
+        or any(noise_too_small(round_noise(m), delta) for m in runs)
+        or None in pairs.values()
+        or gaussian_epsilon(noise, delta) == 0
+    ):
+        return gaussian_epsilon(noise, delta), lambda at, side: gaussian_deltas(noise, at)
+    if len(runs) == 1 and first.bands > 1:
+        from dprlhf.privacy import correlated_allocation as correlated
+
+        terms = (first.noise_multiplier, first.rounds, first.bands)
+        reach = correlated.likely_epsilon(*terms, delta)
+        return reach, lambda at, side: correlated.curve(*terms, at, reach, side)
+    pair = pairs[first]
+    if len(runs) == 1 and pair and (spec.factors is None or spec.factors(first) == 1):
+        return (
+            max(pair.reach(first, delta, side) for side in SIDES),
+            lambda at, side: pair.curve(first, at, side),
+        )
+    joint = joint_losses(runs, {m: pair for m, pair in pairs.items() if pair}, delta)
+    high = gaussian_epsilon(noise, delta)
+    return (
+        max(losses.epsilon(delta, high) for losses in joint.values()),
+        lambda at, side: np.array([joint[side].delta(e) for e in at.tolist()]),
+    )
+
+
+def _of_people(
+    curve: Floats, opposite: Floats, step: float, steps: int, noise: float, people: int
+) -> Floats:
+    """Return one side's curve for several people, at ε from -steps to steps, ``[2 steps + 1]``.
+
+    Args:
+        curve: Upper bounds on one side's δ for one person, ``_PARTS`` steps apart from ε = 0.
+        opposite: The other side's.
+        step: Step of ε.
+        steps: How far the result reaches.
+        noise: Noise multiplier of a Gaussian release that covers the runs.
+        people: Number of people.
+    """
+    at = np.arange(steps + 1.0) * step
+    growth = np.exp(at)
+
+    def both_ways(positive: Floats, other: Floats) -> Floats:
+        # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P).
+        return np.append((1 - (1 - other) / growth)[:0:-1], positive)
+
+    known = np.exp(step * _PARTS * np.arange(len(curve)))
+    one = both_ways(*(np.interp(growth, known, values) for values in (curve, opposite)))
+    found, covering = one, gaussian_deltas(noise, at)
+    reach = min(steps, _PARTS * (len(curve) - 1))
+    for count in range(2, people + 1):
+        # One more person: H_{e^(a+b)} <= H_{e^a} + e^a H_{e^b}, at the best a.
+        before = np.concatenate([np.ones(reach), found, np.full(reach, found[-1])])
+        found = np.ones_like(one)
+        for shift in range(-reach, reach + 1):
+            later = before[reach - shift : reach - shift + len(one)]
+            np.minimum(found, one[steps + shift] + math.exp(step * shift) * later, out=found)
+        covering = gaussian_deltas(noise / count, at)
+        found = np.minimum(found, both_ways(covering, covering))
+    return found
+
+
+def _gaussian_mu(curve: Floats, step: float, delta: float, high: float) -> float:
+    """Return about the least μ whose Gaussian curve, with δ added, is nowhere below ``curve``."""
+    if curve[-1] > delta:
+        return math.inf
+    ends = np.arange(1.0, len(curve)) * step  # a curve falls: its left end bounds each cell
+
+    def above(mu: float) -> bool:
+        return bool((gaussian_deltas(1 / mu, ends) * (1 - 1e-12) + delta >= curve[:-1]).all())
+
+    low = 0.0
+    while high - low > 1e-5 * high and high > 1e-12:
+        middle = (low + high) / 2
+        low, high = (low, middle) if above(middle) else (middle, high)
+    return high
