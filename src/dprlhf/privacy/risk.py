@@ -31,6 +31,7 @@ _PARTS = 4  # into which chords divide each step between them
 _MOST_STEPS = 6000
 _LARGEST_EPSILON = 300.0
 _ROUNDING = 1e-9
+_FLOAT_ERROR = 1e-12  # by which a Gaussian's curve may have been rounded up
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _gaussian_mu(curve: Floats, step: float, delta: float, high: float) -> float
     ends = np.arange(1.0, len(curve)) * step  # a curve falls: its left end bounds each cell
 
     def above(mu: float) -> bool:
-        return bool((gaussian_deltas(1 / mu, ends) * (1 - 1e-12) + delta >= curve[:-1]).all())
+        return bool((gaussian_deltas(1 / mu, ends) - _FLOAT_ERROR + delta >= curve[:-1]).all())
 
     low = 0.0
     while high - low > 1e-5 * high and high > 1e-12:
