@@ -295,6 +295,14 @@ def test_a_private_micro_batch_is_as_large_with_fewer_users(
     assert sizes == [4] * 4  # two responses each
 
 
+def test_a_response_ends_where_its_room_does() -> None:
+    prompts: list[list[int] | None] = [[1, 2], [3]]
+    uniforms = torch.rand(2, 1, 6, generator=torch.Generator().manual_seed(0)).double()
+    whole, short = (decode(policy_of(), prompts, uniforms, width=4, room=room)
+                    for room in (None, [2, 5]))  # fmt: skip
+    assert short == [row[:most] for row, most in zip(whole, (2, 5), strict=True)] != whole
+
+
 def test_a_model_that_keeps_no_keys_and_values_is_refused_by_name() -> None:
     config = OpenAIGPTConfig(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     adapter = recipe.Adapter(target_modules=["c_attn"])
