@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.data.given_rewards import is_model
-from dprlhf.data.in_memory import Reward, Sources, check_overrides, from_memory, recipe_of
+from dprlhf.data.in_memory import InMemoryInputs, Reward, check_overrides, from_memory, recipe_of
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError, MissingPathError
 from dprlhf.hub import hush_libraries
-from dprlhf.policies.adapters import taking_off
+from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
-from dprlhf.rollout import sample, without_fillers
+from dprlhf.rollout import public_sampling_settings, sample
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, open_run
@@ -95,7 +95,7 @@ def train(
         from dprlhf.agents.rewards import environment_rewards
 
         reward = environment_rewards(environment_factory) or None
-    sources = Sources(
+    sources = InMemoryInputs(
         prompts,
         reward,
         evaluation_prompts,
@@ -118,7 +118,7 @@ def train(
         flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe
     recipe = recipe_of(recipe, overrides, flat, sources)
     with contextlib.ExitStack() as refused:
-        refused.callback(taking_off(model))
+        refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)
         begin = refused.pop_all
         result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet, begin)
@@ -166,7 +166,7 @@ def resume(
         DprlhfError: The folder is no run folder, was altered, or its data or recipe changed.
     """
     run_folder = RunFolder(Path(folder))
-    sources = Sources(
+    sources = InMemoryInputs(
         prompts,
         reward,
         evaluation_prompts,
@@ -178,7 +178,7 @@ def resume(
     recipe = _recipe_in(run_folder)
     model = without_wrapper(model)
     with contextlib.ExitStack() as refused:
-        refused.callback(taking_off(model))
+        refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)
         begin = refused.pop_all
         result: Result = _resume(recipe, run_folder, sources, callbacks, quiet, begin)
@@ -219,7 +219,7 @@ def train_stage(
     if isinstance(recipe, str | Path):
         recipe = load_stage_recipe(recipe, overrides)
     recipe = from_memory(recipe, data=data is not None, evaluation=evaluation_data is not None)
-    sources = Sources(data, None, evaluation_data)
+    sources = InMemoryInputs(data, None, evaluation_data)
     suffix = f"-{recipe.stage}"
     result: StageResult = _train(recipe, sources, output_dir, suffix, callbacks, quiet)
     return result
@@ -250,7 +250,7 @@ def resume_stage(
     """
     run_folder = RunFolder(Path(folder))
     recipe = load_stage_recipe(run_folder.recipe)
-    sources = Sources(data, None, evaluation_data)
+    sources = InMemoryInputs(data, None, evaluation_data)
     result: StageResult = _resume(recipe, run_folder, sources, callbacks, quiet)
     return result
 
@@ -331,7 +331,7 @@ def generate(
     policy.model.to(Processes.connect().device)
     asked = in_memory_prompts(given)
     # The run's batches may have a thousand rows; these need what they fill.
-    one = without_fillers(recipe.rollout, len(asked), 1)
+    one = public_sampling_settings(recipe.rollout, len(asked), 1)
     one = one.model_copy(update={"backend": "transformers", "cuda_graphs": False})
     texts = {}
     for name in ("base", "tuned"):
@@ -350,7 +350,7 @@ def generate(
     ]
 
 
-def _take_model(sources: Sources, recipe: Recipe, model: Any, tokenizer: Any) -> None:
+def _take_model(sources: InMemoryInputs, recipe: Recipe, model: Any, tokenizer: Any) -> None:
     """Make the policy from a model that was passed as an object.
 
     Raises:
@@ -384,7 +384,7 @@ def _recipe_in(folder: RunFolder) -> Recipe:
 
 def _train(
     recipe: AnyRecipe,
-    sources: Sources,
+    sources: InMemoryInputs,
     output_dir: str | Path | None,
     suffix: str,
     callbacks: Sequence[Callback],
@@ -416,7 +416,7 @@ def _train(
 def _resume(
     recipe: AnyRecipe,
     folder: RunFolder,
-    sources: Sources,
+    sources: InMemoryInputs,
     callbacks: Sequence[Callback],
     quiet: bool,
     begin: Callable[[], Any] = lambda: None,

@@ -17,7 +17,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
-from dprlhf.data.in_memory import Sources, recipe_of
+from dprlhf.data.in_memory import InMemoryInputs, recipe_of
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum
 from dprlhf.privacy.gate import Gate
@@ -129,7 +129,7 @@ def settings_of(row: Row) -> dict[str, Any]:
     return {name: value for level in levels for name, value in level.items()}
 
 
-def recipe_in(row: Row, model: str, sources: Sources) -> recipe.Recipe | None:
+def recipe_in(row: Row, model: str, sources: InMemoryInputs) -> recipe.Recipe | None:
     """Return the recipe with these levels; None where the options refuse one another."""
     given = {
         "model": model, "rounds": 2, "epsilon": 8.0, "data__user_column": "user",
@@ -176,7 +176,7 @@ FAILING, BLANK = 4, (6, 7, 8, 9)
 """The user whose reward fails, and those without a prompt that can be read."""
 
 
-def users_in_memory() -> Sources:
+def users_in_memory() -> InMemoryInputs:
     """Two prompts of each of ten users."""
 
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -190,7 +190,7 @@ def users_in_memory() -> Sources:
         for i in range(2)
         for number, text in enumerate(words)
     ]
-    return Sources(rows, reward, None)
+    return InMemoryInputs(rows, reward, None)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import yaml
 import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.api import train_stage
-from dprlhf.data.in_memory import Sources, recipe_of
+from dprlhf.data.in_memory import InMemoryInputs, recipe_of
 from dprlhf.recipe import IN_MEMORY, Recipe, SFTRecipe, load_recipe, make_recipe
 from dprlhf.recipe.trl_names import INSTEAD, overrides_of
 from helpers import tiny
@@ -50,7 +50,7 @@ def file(values: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-NONE = Sources(None, None, None)
+NONE = InMemoryInputs(None, None, None)
 
 
 class TestNothingIsIgnored:
@@ -78,7 +78,7 @@ class TestTrlsNames:
     FLAT: ClassVar[dict[str, Any]] = {"model": "m", "epsilon": 4.0, "delta": 1e-5, "rounds": 2}
 
     def made(self, **flat: Any) -> Recipe:
-        return recipe_of(None, [], self.FLAT | flat, Sources(["a", "b"], length, None))
+        return recipe_of(None, [], self.FLAT | flat, InMemoryInputs(["a", "b"], length, None))
 
     def test_they_are_the_same_settings_as_the_keys(self) -> None:
         by_key = self.made(
@@ -156,7 +156,7 @@ class TestTrlsNames:
         assert section == {"responses": 4}  # the program's own
 
     def test_a_section_may_be_an_object_or_none(self) -> None:
-        public = Sources(["a", "b"], length, ["c", "d"], tools=[length])
+        public = InMemoryInputs(["a", "b"], length, ["c", "d"], tools=[length])
         made = recipe_of(
             None, [], self.FLAT | {
                 "data": recipe.Data(path=IN_MEMORY, max_prompt_tokens=9), "rollout": None,
@@ -184,13 +184,13 @@ class TestTheRecipeSaysWhatWasUsed:
     def test_each_part_that_is_given_and_no_other(self, file: Path) -> None:
         named = load_recipe(file)
         assert recipe_of(file, [], {}, NONE) == named
-        own = recipe_of(file, [], {}, Sources(["a", "b"], None, None))
+        own = recipe_of(file, [], {}, InMemoryInputs(["a", "b"], None, None))
         assert (own.data.path, own.data.limit) == (IN_MEMORY, None)
         assert own.rewards == named.rewards
-        own = recipe_of(named, [], {}, Sources(None, [length, vowels], None))
+        own = recipe_of(named, [], {}, InMemoryInputs(None, [length, vowels], None))
         assert [r.function for r in own.rewards] == [IN_MEMORY, IN_MEMORY]
         assert own.data == named.data
-        own = recipe_of(named, [], {}, Sources(None, [(length, 0.5), "org/toxicity"], None))
+        own = recipe_of(named, [], {}, InMemoryInputs(None, [(length, 0.5), "org/toxicity"], None))
         assert [(r.name, r.weight) for r in own.rewards] == [(IN_MEMORY, 0.5), ("org/toxicity", 1)]
 
     def test_public_prompts_are_evaluated_without_a_section_for_them(
@@ -199,13 +199,13 @@ class TestTheRecipeSaysWhatWasUsed:
         values["data"] |= {"prompt_words": 3, "user_column": "name"}
         recipe = make_recipe(values, source="test")
         assert recipe.evaluation is None
-        evaluation = recipe_of(recipe, [], {}, Sources(None, None, PUBLIC)).evaluation
+        evaluation = recipe_of(recipe, [], {}, InMemoryInputs(None, None, PUBLIC)).evaluation
         assert evaluation is not None
         assert evaluation.data.path == IN_MEMORY
         assert evaluation.data.prompt_words == 3
         assert evaluation.data.user_column is None
         values["evaluation"] = {"data": values["data"] | {"path": "other.csv"}, "prompts": 4}
-        kept = recipe_of(Recipe.model_validate(values), [], {}, Sources(None, None, PUBLIC))
+        kept = recipe_of(Recipe.model_validate(values), [], {}, InMemoryInputs(None, None, PUBLIC))
         assert kept.evaluation is not None
         assert kept.evaluation.prompts == 4
 
@@ -240,8 +240,8 @@ def test_the_recipe_names_each_environment_of_a_mapping() -> None:
     class Game:
         pass
 
-    one = Sources(None, None, None, tools=[tool], environment_factory=Game)
+    one = InMemoryInputs(None, None, None, tools=[tool], environment_factory=Game)
     assert one.agent_settings == {"tools": [IN_MEMORY], "environment": IN_MEMORY}
-    several = Sources(None, None, None, environment_factory={"coding": Game, "game": Game})
+    several = InMemoryInputs(None, None, None, environment_factory={"coding": Game, "game": Game})
     assert several.agent_settings == {"environment": {"coding": IN_MEMORY, "game": IN_MEMORY}}
-    assert not Sources(None, None, None).agent_settings
+    assert not InMemoryInputs(None, None, None).agent_settings

@@ -13,7 +13,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, train
-from dprlhf.policies.adapters import taking_off
+from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy, make_policy
@@ -85,7 +85,7 @@ def test_an_adapter_is_taken_off_again(type_: str) -> None:
     before = [(name, type(module)) for name, module in model.named_modules()]
     grads = {name: p.requires_grad for name, p in model.named_parameters()}
     weights = {name: p.clone() for name, p in model.named_parameters()}
-    take_off = taking_off(model)
+    take_off = adapter_rollback(model)
     make_policy(model, tiny.tokenizer(), Adapter.model_validate(GPT2[type_][0]))
     assert hasattr(model, "peft_config")
     take_off()
@@ -99,7 +99,7 @@ def test_an_adapter_is_taken_off_again(type_: str) -> None:
 def test_no_adapter_of_a_program_is_taken_off() -> None:
     adapted = peft.get_peft_model(tiny.model("gpt2"), peft.LoraConfig(fan_in_fan_out=True))
     for model in ("gpt2", adapted):
-        taking_off(model)()
+        adapter_rollback(model)()
     assert any("lora_A" in name for name, _ in adapted.named_parameters())
 
 

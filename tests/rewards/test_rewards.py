@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from dprlhf import recipe
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
@@ -1312,7 +1312,7 @@ def assembled(
         }
     )
     shown = [f"public {i}" for i in range(4)] if judges else None
-    sources = Sources([f"user {i}" for i in range(40)], given, shown)
+    sources = InMemoryInputs([f"user {i}" for i in range(40)], given, shown)
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 
 

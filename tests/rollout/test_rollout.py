@@ -34,11 +34,11 @@ from dprlhf.privacy import randomness
 from dprlhf.rollout import (
     Responses,
     decoding,
+    public_sampling_settings,
     resolve_batch_size,
     sample,
     sample_responses,
     sampling,
-    without_fillers,
 )
 from dprlhf.rollout.decoding import bytes_per_row, decode, inverse_cdf
 from dprlhf.rollout.logprobs import token_logprobs
@@ -271,7 +271,7 @@ def test_public_prompts_fill_few_micro_batches_of_one_size(
     prompts: int, responses: int, most: int, size: int
 ) -> None:
     spec = recipe.Rollout(responses=2, batch_size=most, max_new_tokens=4)
-    settings = without_fillers(spec, prompts, responses)
+    settings = public_sampling_settings(spec, prompts, responses)
     assert (settings.batch_size, settings.responses) == (size, responses)
     if prompts and size >= responses:
         batches = -(-prompts * responses // size)

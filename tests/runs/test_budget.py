@@ -19,7 +19,7 @@ from dprlhf.audit.one_run import audit
 from dprlhf.budget import Book, BrokenOffError
 from dprlhf.cli.app import app
 from dprlhf.data.given_rows import rows_from
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Users
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import new_nonce, read_ledger
@@ -126,7 +126,7 @@ def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
                     "rounds": 2,
                 }
             ),
-            Sources([f"user {i} says" for i in range(USERS)], lower_case, None),
+            InMemoryInputs([f"user {i} says" for i in range(USERS)], lower_case, None),
         ),
     ):
         with pytest.raises(DprlhfError, match="refused: with this run a user would exceed"):

@@ -13,7 +13,7 @@ import pytest
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.data.in_memory import Sources, recipe_of
+from dprlhf.data.in_memory import InMemoryInputs, recipe_of
 from dprlhf.data.users import Users
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, load_recipe
@@ -27,8 +27,8 @@ USERS = [f"user {i} says" for i in range(120)]
 ONE_PASS = 2 * len(USERS)
 
 
-def made(model: str, **changes: Any) -> tuple[Recipe, Sources]:
-    sources = Sources(USERS, lower_case, PUBLIC)
+def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
+    sources = InMemoryInputs(USERS, lower_case, PUBLIC)
     flat = {
         "model": model, "epsilon": 8.0, "rounds": 6, "learning_rate": 0.05,
         "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "evaluation__prompts": 4,
@@ -77,7 +77,7 @@ class TestMeasure:
         )  # fmt: skip
         for place, prompts, trial_runs, expected in cases:
             mixed = [*rows[:place], USERS[3], *rows[place:]]
-            sources = Sources(USERS, lower_case, mixed)
+            sources = InMemoryInputs(USERS, lower_case, mixed)
             with (
                 pytest.raises(DprlhfError, match="are users' rows, too")
                 if expected
@@ -87,7 +87,7 @@ class TestMeasure:
 
     def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
         recipe, _ = made(model)
-        sources = Sources(USERS, lower_case, None)
+        sources = InMemoryInputs(USERS, lower_case, None)
         with pytest.raises(DprlhfError, match=r"public prompts.*evaluation\.data"):
             measure(recipe.model_copy(update={"evaluation": None}), sources)
 

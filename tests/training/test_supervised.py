@@ -32,7 +32,7 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private
 from dprlhf.cli.app import app
 from dprlhf.data.given_rows import rows_from
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -991,7 +991,9 @@ def test_what_the_task_does_not_read_may_differ(model: str, tmp_path: Path) -> N
     unread = {"path": "in-memory", "label_column": "chosen", "prompt_column": "rejected"}
     both = {"labels": ["a", "b"], "data": unread}
     other = {"data": {**unread, "chosen_column": "c"}}
-    reward_modelling(rewarding("x", tmp_path, **both, evaluation=other), Sources(None, None, None))
+    reward_modelling(
+        rewarding("x", tmp_path, **both, evaluation=other), InMemoryInputs(None, None, None)
+    )
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

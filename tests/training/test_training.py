@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 import dprlhf
 from dprlhf import DprlhfError, api
 from dprlhf.boundary import open_private
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy import plan
 from dprlhf.privacy.accounting import Epsilon
@@ -855,7 +855,7 @@ def test_a_continued_run_goes_on_from_the_shares_that_it_has_released(
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for t in [*range(1, earlier + 1), 5]:
         metrics.write({"round": t, **released})
-    stage = reinforcement.Reinforcement(cast(Any, None), Sources(None, None, None))
+    stage = reinforcement.Reinforcement(cast(Any, None), InMemoryInputs(None, None, None))
     stage._last_reward = ReleasedReward(None, None, *released.values())
     run: Any = SimpleNamespace(
         folder=RunFolder(tmp_path),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dprlhf import DprlhfError
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, make_recipe
@@ -109,7 +109,7 @@ class TestThePlan:
         self, model: str, tmp_path: Path
     ) -> None:
         private = make_plan(users=60, rounds=3, delta=1e-5, epsilon=2.0)
-        sources = Sources(PUBLIC[:60], lower_case, None, stand_in_plan=lambda r: private)
+        sources = InMemoryInputs(PUBLIC[:60], lower_case, None, stand_in_plan=lambda r: private)
         recipe = recipe_of(model, data={"path": "in-memory"}, evaluation=None)
         folder = RunFolder(tmp_path / "run")
         with (

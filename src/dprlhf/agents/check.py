@@ -14,7 +14,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness
-from dprlhf.agents.packing import refused
+from dprlhf.agents.packing import to_one_line_error
 from dprlhf.agents.sampling import AgentSampler
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
@@ -46,7 +46,7 @@ def check_fresh(agent: Agent, trajectories: float) -> None:
                 try:
                     agent.environment(name)
                 except BaseException as problem:
-                    raise refused(problem) from None
+                    raise to_one_line_error(problem) from None
 
 
 def check_apart(

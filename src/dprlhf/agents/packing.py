@@ -96,7 +96,7 @@ def packed(
     )
 
 
-def refused(problem: BaseException) -> BaseException:
+def to_one_line_error(problem: BaseException) -> BaseException:
     """Return an error on public prompts as one line; an exit and a clear error stay as they are."""
     if isinstance(problem, (*EXITS, DprlhfError)):
         return problem

@@ -12,7 +12,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.agents.agent import OwnRandomness
-from dprlhf.agents.packing import Row, packed, refused
+from dprlhf.agents.packing import Row, packed, to_one_line_error
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -115,7 +115,7 @@ class FunctionSampler:
             return self._read(policy, output, len(asked), private=private)
         except BaseException as problem:
             if not private:
-                raise refused(problem) from None
+                raise to_one_line_error(problem) from None
             return [Row([], [], [], failed=True) for _ in asked]
 
     def _read(

@@ -31,7 +31,7 @@ from dprlhf.agents.agent import (
     call,
 )
 from dprlhf.agents.chat import answer_tokens, read_turn, showing
-from dprlhf.agents.packing import packed, refused
+from dprlhf.agents.packing import packed, to_one_line_error
 from dprlhf.data.columns import MOST_BYTES
 from dprlhf.data.messages import text_of
 from dprlhf.data.users import Prompts
@@ -178,7 +178,7 @@ class _Turns:
         except BaseException as problem:
             shared = isinstance(problem, SharedEnvironmentError) and self.agent.in_rounds
             if not (self.private or shared):
-                raise refused(problem) from None
+                raise to_one_line_error(problem) from None
             ids, failed = self.policy.encode([""], self.longest)[0], True
         tools = self.agent.tools_of(environment)
         return Trajectory(asked, ids, tools, environment, own, failed=failed)
@@ -270,7 +270,7 @@ class _Turns:
                 tokens = answer_tokens(self.policy, answers)
         except BaseException as problem:
             if not self.private:
-                raise refused(problem) from None
+                raise to_one_line_error(problem) from None
             row.failed = True
             return False
         if len(row.tokens) + len(tokens) >= self.spec.max_new_tokens:

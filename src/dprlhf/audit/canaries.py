@@ -25,7 +25,7 @@ from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardModel
 from dprlhf.audit.watched_gate import Seen, WatchedGate, values_tested
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -97,7 +97,13 @@ def gradient_run(
         started(run.plan, _values_tested(run), _move(run))
 
     run, gate = _train(
-        recipe, changes, folder, Sources(rows, reward, None, policy), after_round, quiet, begin
+        recipe,
+        changes,
+        folder,
+        InMemoryInputs(rows, reward, None, policy),
+        after_round,
+        quiet,
+        begin,
     )
     moved = np.diff(torch.stack(thetas).double().numpy(), axis=0)
     plain = recipe.stage != "rl" or _plain(recipe)
@@ -131,7 +137,7 @@ def prompt_run(
     def begin(run: Run) -> None:
         started(run.plan, _values_tested(run), _move(run))
 
-    sources = Sources(_rows(recipe.data, prompts), reward, None, None)
+    sources = InMemoryInputs(_rows(recipe.data, prompts), reward, None, None)
     run, gate = _train(recipe, changes, folder, sources, lambda _: None, quiet, begin)
     with run.policy.base():
         before = _expected(run.policy, prompts)
@@ -310,7 +316,7 @@ def _train(
     recipe: AnyRecipe,
     changes: Mapping[str, Any],
     folder: RunFolder,
-    sources: Sources,
+    sources: InMemoryInputs,
     after_round: Callable[[Any], None],
     quiet: bool,
     begin: Callable[[Run], None],

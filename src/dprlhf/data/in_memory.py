@@ -42,7 +42,7 @@ _PLACE = {
 }  # fmt: skip
 
 
-class Sources:
+class InMemoryInputs:
     """Objects in memory that replace the recipe's data, rewards and policy; None replaces nothing.
 
     Args:
@@ -134,7 +134,7 @@ def recipe_of(
     recipe: Recipe | str | Path | None,
     overrides: Sequence[str],
     flat: dict[str, Any],
-    sources: Sources,
+    sources: InMemoryInputs,
 ) -> Recipe:
     """Build the recipe from the arguments of :func:`dprlhf.train`.
 

@@ -44,7 +44,7 @@ _FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
 """Keys of messages and of the calls of tools in the order in which chat templates know them."""
 
 
-def as_alone(value: Any) -> Any:
+def undo_arrow_unification(value: Any) -> Any:
     """Return a value from an Arrow table as it would be if its row were the only one.
 
     Arrow has one type for the values of all rows. So mappings have the keys of all rows, with None
@@ -55,12 +55,12 @@ def as_alone(value: Any) -> Any:
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
-        return [as_alone(one) for one in value]
+        return [undo_arrow_unification(one) for one in value]
     if not isinstance(value, dict):
         return value
     known = {key: _FIRST.index(key) if key in _FIRST else len(_FIRST) for key in value}
     ordered = sorted(value, key=lambda key: (known[key], key))
-    return {key: as_alone(value[key]) for key in ordered if value[key] is not None}
+    return {key: undo_arrow_unification(value[key]) for key in ordered if value[key] is not None}
 
 
 def too_nested(value: Any) -> bool:
@@ -135,7 +135,7 @@ def known_as(value: Any) -> str:
     >>> known_as({"content": "why?", "role": "user", "name": None})
     '{"role": "user", "content": "why?"}'
     """
-    return written(as_alone(value))
+    return written(undo_arrow_unification(value))
 
 
 def hash_of(texts: Sequence[str]) -> NDArray[np.uint64]:
@@ -155,7 +155,11 @@ def plain(value: Any) -> str:
         return " ".join(filter(None, map(plain, value)))
     text = text_of(value)
     if isinstance(value, dict) and not text.strip():
-        held = {k: v for k, v in as_alone(value).items() if k != "role" and v not in ("", [])}
+        held = {
+            k: v
+            for k, v in undo_arrow_unification(value).items()
+            if k != "role" and v not in ("", [])
+        }
         text = json.dumps(held, sort_keys=True, default=str, ensure_ascii=False) if held else ""
     # Upper and lower case of some letters are alike in the other form (NFD) alone.
     folded = unicodedata.normalize("NFD", text).casefold()

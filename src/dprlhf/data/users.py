@@ -33,11 +33,11 @@ from dprlhf.data.given_rows import ROWS_AT_ONCE
 from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (
-    as_alone,
     hash_of,
     known_as,
     names_as_written,
     plain,
+    undo_arrow_unification,
     written,
 )
 from dprlhf.errors import EXITS, DprlhfError
@@ -353,7 +353,10 @@ class Users:
                 f"a row takes more than {MOST_BYTES:,} bytes, or has lists in lists too deep"
             )
         read = self._rows[places]
-        rows = {name: [as_alone(value) for value in values] for name, values in read.items()}
+        rows = {
+            name: [undo_arrow_unification(value) for value in values]
+            for name, values in read.items()
+        }
         if not self.with_prompts:
             empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
             return Prompts(empty, owners, slots, rows, in_rows=False)

@@ -117,7 +117,7 @@ def modules_without_part(model: Any) -> list[str]:
     ]
 
 
-def taking_off(model: Any) -> Callable[[], None]:
+def adapter_rollback(model: Any) -> Callable[[], None]:
     """Return a function that takes off the adapter that is put on a model after this call.
 
     PEFT puts its layers into the model that it is given, and freezes the others. A program whose

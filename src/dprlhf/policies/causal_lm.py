@@ -445,23 +445,6 @@ class CausalLMPolicy:
             found = warped_logprobs(logits, rows, self.sampling, self.temperature)
         return found.view(len(tokens), responses)
 
-    @torch.no_grad()
-    def last_states(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the last layer's hidden state of the last token, ``[rows, hidden]``.
-
-        Args:
-            tokens: ``[rows, tokens]``, padded on the left.
-            mask: 1 for real tokens and 0 for padding, same shape.
-        """
-        ids, seen = F.pad(tokens, (1, 0)), F.pad(mask, (1, 0))  # as in response_logprobs
-        states: torch.Tensor = self.network.base_model(
-            input_ids=ids,
-            attention_mask=seen,
-            position_ids=self.position_ids(seen),
-            use_cache=False,
-        )[0]
-        return states[:, -1]
-
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole adapter, frozen parts included, on the CPU."""
         import peft

@@ -14,18 +14,18 @@ another kernel. Every row therefore starts with one more column that is masked.
 from dprlhf.rollout.batch import Responses, Tick
 from dprlhf.rollout.sampling import (
     keeps_outputs,
+    public_sampling_settings,
     resolve_batch_size,
     sample,
     sample_responses,
-    without_fillers,
 )
 
 __all__ = [
     "Responses",
     "Tick",
     "keeps_outputs",
+    "public_sampling_settings",
     "resolve_batch_size",
     "sample",
     "sample_responses",
-    "without_fillers",
 ]

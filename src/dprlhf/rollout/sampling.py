@@ -90,7 +90,7 @@ def resolve_batch_size(
     return spec.model_copy(update={"batch_size": size})
 
 
-def without_fillers(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
+def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
     """Return settings to sample PUBLIC prompts in the fewest micro-batches, with few filler rows.
 
     The shapes follow from the number of prompts, so this is not for private ones.

@@ -20,7 +20,7 @@ from typing import Any
 
 from dprlhf import budget
 from dprlhf.data.columns import person_column
-from dprlhf.data.in_memory import Sources, rows_of
+from dprlhf.data.in_memory import InMemoryInputs, rows_of
 from dprlhf.data.public import check_form, guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
@@ -86,7 +86,7 @@ _LEAST_SPACE = 2**20
 
 def load_parts(
     recipe: AnyRecipe,
-    sources: Sources,
+    sources: InMemoryInputs,
     processes: Processes,
     *,
     quiet: bool,
@@ -177,7 +177,7 @@ def _say_if_rows_have_owners(recipe: AnyRecipe, users: Users) -> None:
 def open_run(
     recipe: AnyRecipe,
     folder: RunFolder,
-    sources: Sources,
+    sources: InMemoryInputs,
     *,
     create: bool,
     callbacks: Sequence[Callback] = (),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
@@ -28,7 +28,7 @@ from dprlhf.training.supervised import Supervised
 Array = NDArray[np.float64]
 
 
-def preference_optimization(recipe: DPORecipe, sources: Sources) -> Supervised:
+def preference_optimization(recipe: DPORecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf dpo``."""
     data = recipe.data
     return Supervised(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
@@ -25,7 +25,7 @@ from dprlhf.training.timing import in_words, seconds_a_response, seconds_a_round
 from dprlhf.training.trainer import rehearse_end
 
 
-def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
+def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, Any]:
     """Load and check everything that a run would, and time one micro-batch of public prompts.
 
     No folder is made, no user's prompt is drawn and nothing is charged.
@@ -40,7 +40,7 @@ def dry_run(recipe: Recipe, sources: Sources | None = None) -> dict[str, Any]:
         DprlhfError: The run itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
-    sources = sources or Sources(None, None, None)
+    sources = sources or InMemoryInputs(None, None, None)
     stage, prepared = load_parts(recipe, sources, processes, quiet=True)
     processes.on_main(lambda: rehearse_end(stage, prepared, None))
     processes.on_main(lambda: say_what_is_left_out(stage, prepared))
@@ -88,7 +88,7 @@ def dry_run_stage(
         DprlhfError: The stage itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
-    sources = Sources(data, None, evaluation_data)
+    sources = InMemoryInputs(data, None, evaluation_data)
     stage, prepared = load_parts(recipe, sources, processes, quiet=True)
     processes.on_main(lambda: rehearse_end(stage, prepared, None))
     processes.on_main(lambda: say_what_is_left_out(stage, prepared))

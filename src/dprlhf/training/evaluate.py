@@ -21,7 +21,7 @@ from dprlhf.rewards import Scorer
 from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import Responses, keeps_outputs, sample, without_fillers
+from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample
 from dprlhf.training.measures import (
     Comparison,
     PolicyEstimate,
@@ -139,7 +139,7 @@ def evaluate(
     if processes is not None and (policy.sampler is not None or len(prompts) < processes.count):
         processes = None
     own = np.arange(len(prompts)) if processes is None else processes.share(np.arange(len(prompts)))
-    one = without_fillers(rollout, len(own), 1)
+    one = public_sampling_settings(rollout, len(own), 1)
     longest = max_prompt_tokens
     with policy.base() if base else contextlib.nullcontext():
         room = keeps_outputs(policy, one, rows=len(own), max_prompt_tokens=longest, gradients=False)

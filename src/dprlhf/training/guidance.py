@@ -23,7 +23,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import keeps_outputs, sample, without_fillers
+from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample
 from dprlhf.training.run import Batch, Run
 from dprlhf.training.timing import phases
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
@@ -161,7 +161,7 @@ class Guidance:
         assert isinstance(settings, Recipe)
         rollout = settings.rollout
         if rollout.base_policy == "on-policy":
-            rollout = without_fillers(rollout, len(prompts), rollout.responses)
+            rollout = public_sampling_settings(rollout, len(prompts), rollout.responses)
         clock = [time.perf_counter()]
         responses = sample(
             run.policy,

@@ -11,7 +11,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe, Reward
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import sample, without_fillers
+from dprlhf.rollout import public_sampling_settings, sample
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def judge_scorers(
     responses = sample(
         policy,
         some,
-        without_fillers(recipe.rollout, len(some), 1),
+        public_sampling_settings(recipe.rollout, len(some), 1),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions import Partition
@@ -128,7 +128,7 @@ def learning_rate_at(recipe: Recipe, rounds: int) -> float:
 
 def measure(
     recipe: Recipe,
-    sources: Sources | None = None,
+    sources: InMemoryInputs | None = None,
     *,
     responses: Sequence[int] = (),
     prompts: int = PROBED,
@@ -155,7 +155,7 @@ def measure(
     one_round = {"participations": 1, "bands": 1, "partition": "random-allocation"}
     privacy = recipe.privacy.model_copy(update=one_round)
     probed = recipe.model_copy(update={"privacy": privacy, "rounds": 1})
-    sources = sources or Sources(None, None, None)
+    sources = sources or InMemoryInputs(None, None, None)
     processes = Processes.connect()
     stage, parts = load_parts(probed, sources, processes, quiet=True, counted=False)
     assert isinstance(stage, Reinforcement)

@@ -17,7 +17,7 @@ from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Data, Recipe
-from dprlhf.rollout import resolve_batch_size, sample, without_fillers
+from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
@@ -122,7 +122,7 @@ def start_adapter(
     some = sample(
         policy,
         prompts,
-        without_fillers(recipe.rollout, len(prompts), 1),
+        public_sampling_settings(recipe.rollout, len(prompts), 1),
         key=bytes(32),
         context=("alignment", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from dprlhf.data.in_memory import R, Sources
+from dprlhf.data.in_memory import InMemoryInputs, R
 from dprlhf.data.users import Users
 from dprlhf.hardware import native_dtype
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
@@ -24,7 +24,7 @@ def resolve_dtype(recipe: R) -> R:
 
 
 def plan_of_run(
-    recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: Sources
+    recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: InMemoryInputs
 ) -> Plan:
     """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
     if sources.stand_in_plan is None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.public import evaluated, in_form, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
@@ -128,7 +128,7 @@ class Reinforcement:
     judges: dict[str, Scorer]
     telemetry: TelemetryCoordinates
 
-    def __init__(self, recipe: Recipe, sources: Sources) -> None:
+    def __init__(self, recipe: Recipe, sources: InMemoryInputs) -> None:
         self.recipe = recipe
         self.public: Prompts | None = None
         self.guidance: Guidance | None = None

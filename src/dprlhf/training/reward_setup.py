@@ -16,7 +16,7 @@ from dprlhf.rewards.check import NeverAppliesError, lacking_columns
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
-from dprlhf.rollout import sample, without_fillers
+from dprlhf.rollout import public_sampling_settings, sample
 
 _LARGEST_CALL = 256
 """The most rows in a call of a reward, all of which are tried on public prompts first."""
@@ -93,7 +93,7 @@ def check_rewards(
     sampled = sample(
         policy,
         some,
-        without_fillers(recipe.rollout, len(some), responses),
+        public_sampling_settings(recipe.rollout, len(some), responses),
         key=bytes(32),
         context=("evaluation", recipe.seed),
         max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
@@ -79,7 +79,7 @@ class StageResult(Summarised):
         return summary_of(self.folder, self.plan, means)
 
 
-def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
+def fine_tuning(recipe: SFTRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf sft``."""
     prompt, length = recipe.data.max_prompt_tokens, recipe.data.max_completion_tokens
     task = NextTokens(recipe.data)
@@ -92,7 +92,7 @@ def fine_tuning(recipe: SFTRecipe, sources: Sources) -> Supervised:
     )
 
 
-def reward_modelling(recipe: RewardRecipe, sources: Sources) -> Supervised:
+def reward_modelling(recipe: RewardRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf reward``."""
     data, labels = recipe.data, recipe.labels
     return Supervised(

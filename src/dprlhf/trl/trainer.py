@@ -22,10 +22,10 @@ from transformers.trainer_utils import TrainOutput
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import GivenReward, given_rewards
-from dprlhf.data.in_memory import Sources
+from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, InterruptedRunError
-from dprlhf.policies.adapters import taking_off
+from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.opacus import without_wrapper
@@ -178,7 +178,7 @@ class PrivateTrainer(Generic[C]):
         self._log = Log(callbacks, self.args)
         with in_trls_words(), contextlib.ExitStack() as refused:
             base = model.get_base_model() if isinstance(model, PeftModel) else model
-            refused.callback(taking_off(base))
+            refused.callback(adapter_rollback(base))
             model = without_adapter(model)
             self._models = {} if isinstance(model, str) else {"model": model}
             self._policy = self._load_policy(model, processing_class)
@@ -221,7 +221,7 @@ class PrivateTrainer(Generic[C]):
             public=0 if self._public is None else len(self._public),
             processes=Processes.connect().count,
             quantization=quantization_of(quantization),
-            agent=Sources(None, None, None, **self._agent).agent_settings,
+            agent=InMemoryInputs(None, None, None, **self._agent).agent_settings,
         )
 
     @property
@@ -361,7 +361,7 @@ class PrivateTrainer(Generic[C]):
         ):
             if told is not None and processes.main:
                 print(told, file=sys.stderr)
-        sources = Sources(
+        sources = InMemoryInputs(
             self._rows,
             None,
             self._public,

@@ -184,7 +184,7 @@ def _parameter(key: str, recipe: Recipe, own: Recipe) -> Parameter | None:
     search, current = SPACE[key], value_at(recipe, key)
     if isinstance(search, Factor):
         if not isinstance(current, int | float) or math.isinf(current):
-            return None  # a trust region, or a baseline without clipping
+            return None  # a baseline without clipping
         centre, of = search.centre(recipe, own) if search.centre else (current, "")
         name = f"{key} ({of})" if of else key
         return Parameter(key, name, centre, low=centre / search.factor, high=centre * search.factor)

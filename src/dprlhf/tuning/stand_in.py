@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.data.in_memory import Sources, rows_of
+from dprlhf.data.in_memory import InMemoryInputs, rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.accounting import Epsilon
@@ -254,7 +254,7 @@ class _Trained:
     dimension: int
 
 
-def _train(recipe: Recipe, sources: Sources, stop: Callable[[int, float], bool]) -> _Trained:
+def _train(recipe: Recipe, sources: InMemoryInputs, stop: Callable[[int, float], bool]) -> _Trained:
     """Train on stand-ins in a temporary folder, and evaluate before, meanwhile and after.
 
     Args:
@@ -313,8 +313,10 @@ def affordable(
     return min(users, max(8 * recipe.rounds, math.floor(users * seconds / estimated)))
 
 
-def _sources(private: Plan, public: PublicRows, count: int, reward: Any, seed: int) -> Sources:
-    return Sources(
+def _sources(
+    private: Plan, public: PublicRows, count: int, reward: Any, seed: int
+) -> InMemoryInputs:
+    return InMemoryInputs(
         public.stand_ins.select(_repeated(len(public.stand_ins), count, seed)),
         reward,
         public.scoring,
