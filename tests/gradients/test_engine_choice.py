@@ -182,7 +182,7 @@ def test_an_engine_that_takes_one_user_for_another_is_not_taken(
 ) -> None:
     monkeypatch.setattr(PerUserGradients, part, wrong)
     policy, rows = policy_of(), batch_of(ROWS, seed=1)
-    choose_engine(policy, rows, weights_of(rows), batch_size=4)
+    choose_engine(policy, rows, weights_of(rows), batch_size=12)
     assert said in str(policy.one_user_a_pass)
     policy.one_user_a_pass = None
 
