@@ -26,6 +26,7 @@ from scipy.special import ndtr
 from dprlhf.privacy import cross_check
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.partitions.base import round_noise
+from dprlhf.privacy.risk import risk
 from dprlhf.runs.measurements import Result, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,14 +155,26 @@ def vectors(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for name in ("reference", "lower", "upper"):
                 if row[name] is not None:
                     shown[name] = float(f"{row[name]:.12g}")
+            shown["risk"] = stated_risk(shown)
             listed.append(shown)
     return {
         "about": "epsilon is dprlhf's upper bound at delta; reference, or lower and upper, is what"
         " the accountant under confirmed_by says of the same plan. noise_multiplier is the noise's"
         " standard deviation over the clip norm S, under every adjacency; J releases a round are"
-        " one with noise_multiplier / sqrt(J); under replace-one one user moves a sum by 2S.",
+        " one with noise_multiplier / sqrt(J); under replace-one one user moves a sum by 2S. risk"
+        " has upper bounds on a guess about one user at even odds, on the true-positive rate at each"
+        " false-positive rate, and on the mu of Gaussian DP but for delta.",
         "vectors": listed,
     }
+
+
+def stated_risk(vector: dict[str, Any]) -> dict[str, Any]:
+    """Return our bounds on what a guess gains under a vector's plan, with 12 digits."""
+    names = [field for field in Mechanism.__dataclass_fields__ if field in vector]
+    found = risk([Mechanism(**{name: vector[name] for name in names})], vector["delta"])
+    rates = {fpr: float(f"{tpr:.12g}") for fpr, tpr in found.tpr_at_fpr.items()}
+    guess, mu = (float(f"{value:.12g}") for value in (found.best_guess, found.gdp_mu))
+    return {"best_guess": guess, "tpr_at_fpr": rates, "gdp_mu": mu}
 
 
 def main() -> None:

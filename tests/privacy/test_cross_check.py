@@ -16,6 +16,7 @@ from dprlhf.privacy import cross_check
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.cross_check import answers
 from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.risk import risk
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs/vectors.json").read_text())["vectors"]
 DELTA = 1e-5
@@ -54,6 +55,14 @@ def test_the_vectors_cover_every_partition_and_adjacency() -> None:
 @pytest.mark.parametrize("vector", [v for v in VECTORS if quick(v)], ids=str)
 def test_vectors_are_reproduced(vector: dict[str, Any]) -> None:
     check(vector)
+
+
+@pytest.mark.parametrize("vector", [v for v in VECTORS if quick(v)][::8], ids=str)
+def test_risks_of_vectors_are_reproduced(vector: dict[str, Any]) -> None:
+    found = risk([mechanism_of(vector)], vector["delta"])
+    assert found.best_guess == pytest.approx(vector["risk"]["best_guess"], rel=1e-4)
+    assert found.tpr_at_fpr == pytest.approx(vector["risk"]["tpr_at_fpr"], rel=1e-4)
+    assert found.gdp_mu == pytest.approx(vector["risk"]["gdp_mu"], rel=1e-3)
 
 
 @pytest.mark.slow

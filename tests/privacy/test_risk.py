@@ -18,9 +18,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, risk
 from dprlhf.runs.model_card import percent
+from helpers.risks import Floats, simulated
 
 DELTA = 1e-5
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def gaussian(mu: float, prior: float) -> tuple[float, list[float]]:
@@ -61,48 +61,6 @@ def test_several_runs_add_up() -> None:
     assert risk(two, DELTA).best_guess > one.best_guess
 
 
-def ratios(plan: Mechanism, draws: int, random: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return log-likelihood ratios of the dominating pair with the user, and without."""
-    z = plan.noise_multiplier / math.sqrt(plan.releases_per_round)
-    replaced = plan.adjacency == "replace-one"
-    blocks = plan.participations
-    shape = (draws, blocks, plan.rounds // blocks)
-
-    def log_ratio(seen: Floats) -> Floats:
-        up, down = (seen - 0.5) / z**2, (-seen - 0.5) / z**2
-        if plan.partition == "poisson":
-            q = plan.participations / plan.rounds
-            return np.asarray(np.logaddexp(math.log(q) + up, math.log1p(-q)).sum((1, 2)))
-        less = logsumexp(down, axis=2) if replaced else math.log(shape[2])
-        return np.asarray((logsumexp(up, axis=2) - less).sum(1))
-
-    def joined() -> Floats:
-        if plan.partition == "poisson":
-            return (random.random(shape) < plan.participations / plan.rounds).astype(float)
-        return np.asarray(random.integers(shape[2], size=shape[:2])[..., None] == range(shape[2]))
-
-    with_ = random.normal(0, z, shape) + joined()
-    without = random.normal(0, z, shape) - (joined() if replaced else 0)
-    return log_ratio(with_), log_ratio(without)
-
-
-def hits(plan: Mechanism, draws: int, seed: int) -> list[tuple[float, float]]:
-    """Return the best guess and the hit rates in simulation, each with its standard error."""
-    inside, outside = ratios(plan, draws, np.random.default_rng(seed))
-    right = np.concatenate([inside > 0, outside <= 0])
-    found = [(float(right.mean()), 0.5 / math.sqrt(len(right)))]
-    for fpr in FALSE_POSITIVES:
-        both = []
-        for hit, miss in ((inside, outside), (-outside, -inside)):
-            cut = np.quantile(miss, 1 - fpr)
-            # At the best threshold, TPR = delta + ratio * FPR with least variance.
-            values = np.maximum(-np.expm1(cut - hit), 0.0)
-            own = float(values.mean()) + math.exp(cut) * fpr
-            both.append((own, float(values.std()) / math.sqrt(draws)))
-        found.append(max(both))
-    return found
-
-
 PLANS = [
     Mechanism(0.7, 8),
     Mechanism(1.3, 8, adjacency="replace-one"),
@@ -120,12 +78,12 @@ SLOW = [
 def test_the_stated_risk_is_the_simulated_one(plan: Mechanism) -> None:
     found = risk([plan], DELTA)
     stated = [found.best_guess, *found.tpr_at_fpr.values()]
-    for bound, (value, error) in zip(stated, hits(plan, 100_000, 1), strict=True):
+    for bound, (value, error) in zip(stated, simulated(plan, 100_000, 1), strict=True):
         assert value - 4 * error <= bound <= 1.01 * (value + 4 * error)
     # Negative control: with less noise the attack does better than what is stated for more.
     weaker = plan.with_noise(0.8 * plan.noise_multiplier)
-    simulated = hits(weaker, 100_000, 2)
-    assert any(v - 4 * e > b for b, (v, e) in zip(stated, simulated, strict=True))
+    found_weaker = simulated(weaker, 100_000, 2)
+    assert any(v - 4 * e > b for b, (v, e) in zip(stated, found_weaker, strict=True))
 
 
 def test_people_together_cost_no_less_than_they_do_in_simulation() -> None:

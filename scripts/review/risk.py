@@ -1,0 +1,210 @@
+"""Two hundred plans: is the stated risk never below the true one, and at most 1% above?
+
+Writes rows to ``docs/results/risk.json``. The truth is a closed form for disjoint batches, a plain
+convolution of the likelihood ratio's cells for random allocation and Poisson sampling, and for all
+plans a simulation of the likelihood ratio. riskcal and gdpnum are asked where they are installed::
+
+    PYTHONPATH=src python -m scripts.review.risk
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import fft
+from scipy.special import ndtr
+from scipy.stats import norm
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from dprlhf.privacy.accounting import Mechanism  # noqa: E402
+from dprlhf.privacy.risk import FALSE_POSITIVES, risk  # noqa: E402
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from helpers.risks import Floats, simulated  # noqa: E402
+
+DELTA = 1e-5
+CELL = 2e-4  # of log L
+DRAWS = 2**18
+COUNTS = {
+    "disjoint": 60, "random allocation": 50, "random allocation, little noise": 10,
+    "several passes": 20, "poisson": 20, "replace-one": 20,
+    "replace-one, several passes": 10, "correlated": 10,
+}  # fmt: skip
+EXACT = ("random allocation", "several passes", "poisson")
+
+
+def plans(kind: str, count: int) -> list[Mechanism]:
+    """Return random plans of one kind."""
+    rng = np.random.default_rng([20_261_127, sorted(COUNTS).index(kind)])
+    found = []
+    for _ in range(count):
+        size, passes = int(rng.integers(2, 17)), int(rng.integers(2, 4))
+        # With less noise the plain convolution's cells are too wide, and the simulation judges.
+        ends = (0.5, 0.8) if "little" in kind else (0.8, 3)
+        z = float(np.exp(rng.uniform(*np.log(ends))))
+        releases = 1 if kind == "correlated" else int(rng.choice([1, 2]))
+        given: dict[str, Any] = {"rounds": size, "releases_per_round": releases}
+        if kind == "disjoint":
+            given["partition"] = str(rng.choice(["fixed", "stream"]))
+            given["adjacency"] = str(rng.choice(["zero-out", "replace-one"]))
+        elif kind == "poisson":
+            given |= {"partition": "poisson", "participations": min(passes, size)}
+        elif kind == "correlated":
+            given["bands"] = int(rng.integers(2, size + 1))
+        if "replace" in kind:
+            given["adjacency"] = "replace-one"
+            z *= 2
+        if "passes" in kind:
+            given |= {"rounds": passes * size, "participations": passes}
+        found.append(Mechanism(z * math.sqrt(releases), **given))
+    return found
+
+
+def binned(logs: Floats, masses: Floats, cells: int) -> Floats:
+    """Return the masses of log L on a grid around zero, ``[cells]``."""
+    at = np.clip(np.rint(logs / CELL).astype(int) + cells // 2, 0, cells - 1)
+    return np.bincount(at, weights=masses, minlength=cells)
+
+
+def convolved(plan: Mechanism) -> list[float]:
+    """Return the best guess and the hit rates, from the law of log L without the user.
+
+    Each cell's mass stands at its middle: no tilting, no rounding up, no bound of any kind.
+    """
+    z = plan.noise_multiplier / math.sqrt(plan.releases_per_round)
+    cells, x = 2**19, np.linspace(-12, 12, 2_000_001)
+    masses = np.diff(ndtr(x))
+    middles = np.exp((x[1:] + x[:-1]) / 2 / z - 0.5 / z**2)
+    if plan.partition == "poisson":
+        q, factors = plan.participations / plan.rounds, plan.rounds
+        logs = np.log1p(q * (middles - 1))
+    else:
+        factors = plan.participations
+        slots = plan.rounds // factors
+        top = 2 * slots + float(np.exp(6 / z + 0.5 / z**2))
+        size = 2**21
+        edges = np.linspace(0, top, size + 1)
+        with np.errstate(divide="ignore"):
+            own = np.diff(ndtr(np.log(edges) * z + 0.5 / z))
+        sums = fft.irfft(fft.rfft(own, 2 * size) ** slots, 2 * size)
+        masses, logs = sums, np.log((np.arange(2 * size) + slots / 2) * top / size / slots)
+    one = binned(logs, masses, cells)
+    ratio = np.exp((np.arange(cells) - cells // 2) * CELL)
+
+    def composed(own: Floats) -> Floats:
+        law = fft.irfft(fft.rfft(np.fft.ifftshift(own)) ** factors, cells)
+        return np.maximum(np.fft.fftshift(law), 0.0)
+
+    # Each law by itself: one times the ratio would magnify the rounding of the other's tail.
+    without, with_ = composed(one), composed(one * ratio)
+    miss, hit = (np.append(0.0, np.cumsum(side[::-1])) for side in (without, with_))
+    guess = float((1 + (hit - miss).max()) / 2)
+    rates = [
+        max(float(np.interp(a, miss, hit)), float(np.interp(a, 1 - hit[::-1], 1 - miss[::-1])))
+        for a in FALSE_POSITIVES
+    ]
+    return [guess, *rates]
+
+
+def closed(plan: Mechanism) -> list[float]:
+    """Return the best guess and the hit rates of one Gaussian."""
+    moves = 2 if plan.adjacency == "replace-one" else 1
+    mu = moves * math.sqrt(plan.releases_per_round) / plan.noise_multiplier
+    return [float(norm.cdf(mu / 2)), *norm.cdf(norm.ppf(FALSE_POSITIVES) + mu).tolist()]
+
+
+def library(plans_: list[Mechanism]) -> list[Result]:
+    """Return how far riskcal and gdpnum are from what is stated for Poisson sampling."""
+    try:
+        from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+        from gdpnum import PLDConverter
+        from riskcal.analysis import get_beta_from_pld
+    except ImportError:
+        return []
+    below, above, mus = 0.0, 0.0, []
+    for plan in plans_:
+        z = plan.noise_multiplier / math.sqrt(plan.releases_per_round)
+        q = plan.participations / plan.rounds
+        law = from_gaussian_mechanism(z, sampling_prob=q, value_discretization_interval=1e-3)
+        law = law.self_compose(plan.rounds)
+        stated = risk([plan], DELTA)
+        for fpr, tpr in stated.tpr_at_fpr.items():
+            other = 1 - float(get_beta_from_pld(law, float(fpr)))
+            below, above = max(below, other / tpr - 1), max(above, tpr / other - 1)
+        mu, _ = PLDConverter(law).get_mu_and_regret()
+        mus.append(stated.gdp_mu / float(mu))
+    kind = f"risk: poisson, {len(plans_)} plans: "
+    return [
+        Result(f"{kind}stated hit rates below riskcal's, which round up", below, "relative"),
+        Result(f"{kind}stated hit rates above riskcal's", above, "relative", "at most 0.01",
+               above <= 0.01),
+        Result(f"{kind}gdp_mu over gdpnum's mu, largest", max(mus), "ratio", "at most 1.01",
+               max(mus) <= 1.01),
+    ]  # fmt: skip
+
+
+def compare(kind: str) -> tuple[list[Result], list[float]]:
+    """Return the rows of all plans of one kind, and the seconds that each plan took."""
+    count, seconds = COUNTS[kind], []
+    low, high, below, loose, within = [], [], 0, 0.0, 0
+    for index, plan in enumerate(plans(kind, count)):
+        begun = time.perf_counter()
+        found = risk([plan], DELTA)
+        seconds.append(time.perf_counter() - begun)
+        stated = [found.best_guess, *found.tpr_at_fpr.values()]
+        if kind in EXACT or kind == "disjoint":
+            exact = closed(plan) if kind == "disjoint" else convolved(plan)
+            low.append(max(e / s - 1 for e, s in zip(exact, stated, strict=True)))
+            high.append(max(s / e - 1 for e, s in zip(exact, stated, strict=True)))
+        if kind != "disjoint":
+            drawn = simulated(plan, DRAWS, index)
+            pairs = list(zip(stated, drawn, strict=True))
+            below += any(s < v - 4 * e for s, (v, e) in pairs)
+            within += all(s <= 1.01 * (v + 4 * e) for s, (v, e) in pairs)
+            loose = max(loose, *(s / (v + 4 * e) - 1 for s, (v, e) in pairs))
+    start, rows = f"risk: {kind}, {count} plans: ", []
+    if low:
+        rows += [
+            Result(f"{start}exact figures above the stated ones", max(low), "relative",
+                   "at most 1e-4, the error of the exact one", max(low) <= 1e-4),
+            Result(f"{start}stated figures above the exact ones", max(high), "relative",
+                   "at most 0.01", max(high) <= 0.01),
+        ]  # fmt: skip
+    if kind != "disjoint":
+        rows += [
+            Result(f"{start}simulated above stated by 4 standard errors", below, "plans",
+                   "0", below == 0),
+            Result(f"{start}stated at most 1% above simulated and 4 standard errors", within,
+                   "plans", f"all {count}", within == count),
+            Result(f"{start}stated above simulated and 4 standard errors", loose, "relative"),
+        ]  # fmt: skip
+    for row in rows:
+        print(row.name, row.value, row.holds, flush=True)
+    return rows, seconds
+
+
+def main() -> None:
+    """Compare all plans, two kinds at a time, and write the rows."""
+    rows, seconds = [], []
+    with multiprocessing.Pool(2) as pool:
+        for found, took in pool.imap(compare, COUNTS, chunksize=1):
+            rows += found
+            seconds += took
+    rows += library(plans("poisson", COUNTS["poisson"])[:10])
+    rows += [
+        Result("risk: seconds for a plan, median", float(np.median(seconds)), "s"),
+        Result("risk: seconds for a plan, longest", max(seconds), "s", "at most 4",
+               max(seconds) <= 4),
+    ]  # fmt: skip
+    write_results(ROOT / "docs" / "results" / "risk.json", rows)
+
+
+if __name__ == "__main__":
+    main()
