@@ -162,8 +162,8 @@ def vectors(rows: list[dict[str, Any]]) -> dict[str, Any]:
         " the accountant under confirmed_by says of the same plan. noise_multiplier is the noise's"
         " standard deviation over the clip norm S, under every adjacency; J releases a round are"
         " one with noise_multiplier / sqrt(J); under replace-one one user moves a sum by 2S. risk"
-        " has upper bounds on a guess about one user at even odds, on the true-positive rate at each"
-        " false-positive rate, and on the mu of Gaussian DP but for delta.",
+        " has upper bounds on a guess about one user at even odds, on the true-positive rate at"
+        " each false-positive rate, and on the mu of Gaussian DP but for delta.",
         "vectors": listed,
     }
 
