@@ -20,7 +20,7 @@ def ratios(plan: Mechanism, draws: int, random: np.random.Generator) -> tuple[Fl
     z = plan.noise_multiplier / math.sqrt(plan.releases_per_round)
     replaced, poisson = plan.adjacency == "replace-one", plan.partition == "poisson"
     size = plan.rounds // plan.participations
-    shape = (draws, plan.participations, size)
+    shape = (draws, 1, plan.rounds) if poisson else (draws, plan.participations, size)
     columns = noise_matrix(size, plan.bands) if plan.bands > 1 else np.eye(size)
     half = (columns**2).sum(0) / 2
 
