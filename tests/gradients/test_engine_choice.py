@@ -148,7 +148,7 @@ def summed(policy: CausalLMPolicy, responses: Responses, clip_norm: float = 1.0)
 def test_the_engine_is_chosen_by_the_model_and_its_sum_is_that_of_autograd(name: str) -> None:
     make, alone = POLICIES[name]
     policy, rows = make(), batch_of(ROWS, seed=1)
-    choose_engine(policy, rows, weights_of(rows), batch_size=4)
+    choose_engine(policy, rows, weights_of(rows), batch_size=12)
     assert (policy.one_user_a_pass is not None) == alone, policy.one_user_a_pass
     truth = torch.zeros(policy.dimension, dtype=torch.float64)
     for user in range(rows.users):
