@@ -88,11 +88,6 @@ def test_a_baseline_has_a_ledger_without_noise(tmp_path: Path) -> None:
     assert found.verdict == "cannot refute at this size"
 
 
-def test_a_run_under_add_remove_is_audited_for_zero_out(tmp_path: Path) -> None:
-    """The ledger of an earlier version may state it; the epsilon is the same."""
-    assert audited(finished(tmp_path, plan_of(), adjacency="add-remove")).holds
-
-
 HALVED = plan_of().noise_multiplier / 2
 ANOTHER: dict[str, dict[str, Any]] = {
     "epsilon": {"noise_multiplier": HALVED},  # the noise of another epsilon than is stated

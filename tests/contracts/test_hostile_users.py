@@ -169,7 +169,7 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
     made = {
         "sft": lambda: recipe.SFTRecipe.model_validate({"policy": trained, **common}),
         "dpo": lambda: recipe.DPORecipe.model_validate({"policy": trained, **common}),
-        "reward": lambda: recipe.RewardRecipe.model_validate({"model": trained, **common}),
+        "reward": lambda: recipe.RewardRecipe.model_validate({"policy": trained, **common}),
     }
     dprlhf.train_stage(made[stage](), quiet=True)
 

@@ -91,7 +91,7 @@ def supervised(stage: str, model: str, folder: Path) -> Path:
             {"user": f"u{i}", "prompt": f"it {i}", "chosen": " aa", "rejected": " bbbb"}
             for i in range(20)
         ]
-        settings = recipe.RewardRecipe.model_validate({"model": base, "data": DATA, **common})
+        settings = recipe.RewardRecipe.model_validate({"policy": base, "data": DATA, **common})
     dprlhf.train_stage(settings, data=rows[2:], evaluation_data=rows[:2], quiet=True)
     return folder
 

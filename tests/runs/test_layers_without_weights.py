@@ -57,7 +57,7 @@ def spec_of(base: Path, targets: Any) -> recipe.Policy:
 def trained(base: Path, folder: Path, targets: Any) -> StageResult:
     made = recipe.RewardRecipe.model_validate(
         {
-            "model": spec_of(base, targets).model_dump(),
+            "policy": spec_of(base, targets).model_dump(),
             "data": {
                 "path": "in-memory", "user_column": "user", "max_tokens": 8, "label_column": "label"
             },

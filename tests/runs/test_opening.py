@@ -288,7 +288,7 @@ def test_a_supervised_stage_compares_prompt_and_completions(stage: str, tmp_path
     )
     rows = [{"prompt": "Sum up:", **{a: f"{a} {i}" for a in answers}} for i in range(20)]
     others = [{"prompt": "Sum up:", **{a: f"{a} {i}" for a in answers}} for i in range(50, 60)]
-    model = {"policy" if stage == "sft" else "model": {"model_name_or_path": ABSENT}}
+    model = {"policy": {"model_name_or_path": ABSENT}}
     values = {"data": {"path": file(tmp_path, rows)}, "rounds": 2, "privacy": {"epsilon": 4.0}}
     made = kind.model_validate({**values, **model})
     for public, wanted in ((others, ABSENT), ([*others, rows[3]], REFUSED)):
