@@ -34,7 +34,7 @@ from dprlhf.rollout import sample  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from helpers import tiny  # noqa: E402
 
-USERS, REPEATS = 64, 2
+USERS, REPEATS = 64, 1
 MIXTURES = {  # prompt tokens: median and spread of a lognormal law, longest
     "reviews cut to 16 tokens": (40.0, 0.5, 16),
     "chat": (40.0, 0.8, 192),
@@ -84,7 +84,7 @@ def costs(before: str) -> list[Result]:
     found = []
     for mixture in MIXTURES:
         times: dict[str, list[float]] = {"src": [], before: []}
-        for _ in range(2):
+        for _ in range(1):
             for side, values in times.items():
                 environment = {**os.environ, "PYTHONPATH": f"{side}{os.pathsep}{ROOT}"}
                 command = [sys.executable, "-m", "scripts.review.places", "--seconds", mixture]
