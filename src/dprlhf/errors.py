@@ -44,6 +44,7 @@ def missing_path(said: str, path: str) -> DprlhfError:
 REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
     "optimizer.average": "the run leaves its last parameters",
+    "update.subspace.source": "give public prompts in update.subspace.data or evaluation.data",
     "tracking.live": "trackers get all rounds when the run ends; metrics.jsonl has each at once",
     "trained_on_private_users": "no ε holds for a model or reward that was fitted on the same users"
     " at no stated cost: take another, or privacy.epsilon=.inf for a baseline",

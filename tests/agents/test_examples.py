@@ -70,7 +70,7 @@ def test_the_recipe_of_an_agent_runs_on_a_tiny_model(
             f"data.path={tmp_path / 'questions.jsonl'}",
             f"evaluation.data.path={tmp_path / 'public.jsonl'}",
             "policy.dtype=float32", "data.max_prompt_tokens=60", "rounds=2",
-            "evaluation.data.max_prompt_tokens=60", "rollout.max_new_tokens=40",
+            "rollout.max_new_tokens=40",
             "rollout.responses=2", "rollout.batch_size=8", "evaluation.prompts=4",
             "rollout.agent.environment=examples/my_agents.py:NumberGame",
         ],

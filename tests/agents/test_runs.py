@@ -187,7 +187,7 @@ def test_the_base_model_writes_prompts_in_the_form_of_the_users(
 
     given = settings(
         model, tmp_path / "run", reward=lengths,
-        update__subspace={"rank": 2, "prompts": 6, "source": "model"},
+        update__subspace={"rank": 2, "prompts": 6},
     )  # fmt: skip
     if acts == "tools":
         given["tools"] = [agents.add]

@@ -76,7 +76,11 @@ def test_the_recipe_reads_the_asset_and_rewards_the_code(tmp_path: Path) -> None
     assert recipe.evaluation is not None
     rows = {
         data.split: load_rows(data.model_copy(update={"path": str(tmp_path)}))
-        for data in (recipe.data, recipe.evaluation.data, Data(path="", split="public"))
+        for data in (
+            recipe.data,
+            recipe.evaluation.data.like(recipe.data),
+            Data(path="", split="public"),
+        )
     }
     assert len(rows["private"]) == recipe.data.limit == 6000
     reward = load_reward(recipe.rewards[0])

@@ -536,7 +536,8 @@ def test_the_stated_power_counts_a_subspace_by_its_rank(tmp_path: Path) -> None:
         "model_name_or_path": str(tmp_path / "model"),
         "adapter": {"type": "lora", "target_modules": ["c_attn"]},
     }
-    update = {"name": "pg", "subspace": {"rank": 2, "prompts": 8, "source": "model"}}
+    (public := tmp_path / "public.txt").write_text("\n".join(f"public {i}" for i in range(8)))
+    update = {"name": "pg", "subspace": {"rank": 2, "prompts": 8, "data": {"path": str(public)}}}
     recipe = recipe_of(policy=policy, rounds=2, update=update, rollout={"responses": 2})
     found = audit(recipe, tmp_path / "audit", canaries=8, space="prompt", seed=1, quiet=True)
     assert found.released < 20

@@ -204,7 +204,7 @@ class TestInit:
         assert done.exit_code == 0, done.output
         made = load_recipe("recipe.yaml")
         assert made.evaluation is not None
-        assert made.data.prompt_column == made.evaluation.data.prompt_column == column
+        assert made.data.prompt_column == column
 
     @pytest.mark.parametrize("option", ["--prompts", "--public-prompts"])
     def test_a_file_without_a_column_of_prompts_is_refused(self, here: Path, option: str) -> None:

@@ -109,7 +109,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "bands": [{}, {"privacy__bands": 2}],
     "responses": [{"rollout__responses": 2}, {"rollout__responses": 4}],
     "base": [{"rollout__base_policy": n} for n in ("on-policy", "reference")],
-    "subspace": [{}, {"update__subspace": {"rank": 2, "prompts": 4, "source": "model"}}],
+    "subspace": [{}, {"update__subspace": {"rank": 2, "prompts": 4}}],
     "prompts": [{}, {"data__max_prompts_per_user": 2}],
     "telemetry": [{}, {"privacy__reward_share": 0.0}],
     "sampling": [{}, {"rollout__top_k": 9, "rollout__repetition_penalty": 1.3}],
@@ -134,7 +134,7 @@ def recipe_in(row: Row, model: str, sources: InMemoryInputs) -> recipe.Recipe | 
     given = {
         "model": model, "rounds": 2, "epsilon": 8.0, "data__user_column": "user",
         "data__max_prompt_tokens": 16, "rollout__max_new_tokens": 3, "rollout__batch_size": 8,
-        "policy__attn_implementation": "eager",
+        "policy__attn_implementation": "eager", "evaluation__prompts": 2,
     }  # fmt: skip
     try:
         spec = recipe_of(None, (), given | settings_of(row), sources)
@@ -190,7 +190,7 @@ def users_in_memory() -> InMemoryInputs:
         for i in range(2)
         for number, text in enumerate(words)
     ]
-    return InMemoryInputs(rows, reward, None)
+    return InMemoryInputs(rows, reward, [f"public {'x' * i}" for i in range(8)])
 
 
 @dataclass

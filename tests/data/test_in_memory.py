@@ -160,7 +160,7 @@ class TestTrlsNames:
         made = recipe_of(
             None, [], self.FLAT | {
                 "data": recipe.Data(path=IN_MEMORY, max_prompt_tokens=9), "rollout": None,
-                "evaluation": recipe.Evaluation(data=recipe.Data(path=IN_MEMORY), prompts=3),
+                "evaluation": recipe.Evaluation(data=recipe.PublicData(path=IN_MEMORY), prompts=3),
                 "update": recipe.GRPO(clip_norm=0.5),
             }, public,
         )  # fmt: skip
@@ -202,9 +202,9 @@ class TestTheRecipeSaysWhatWasUsed:
         evaluation = recipe_of(recipe, [], {}, InMemoryInputs(None, None, PUBLIC)).evaluation
         assert evaluation is not None
         assert evaluation.data.path == IN_MEMORY
-        assert evaluation.data.prompt_words == 3
-        assert evaluation.data.user_column is None
-        values["evaluation"] = {"data": values["data"] | {"path": "other.csv"}, "prompts": 4}
+        public = evaluation.data.like(recipe.data)
+        assert (public.prompt_words, public.user_column) == (3, None)
+        values["evaluation"] = {"data": {"path": "other.csv"}, "prompts": 4}
         kept = recipe_of(Recipe.model_validate(values), [], {}, InMemoryInputs(None, None, PUBLIC))
         assert kept.evaluation is not None
         assert kept.evaluation.prompts == 4

@@ -42,7 +42,7 @@ SUPERVISED = {
     "evaluation.json": "loss on public rows",
     "model/*": "the merged model: base model and released adapter",
 }
-PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short")]
+PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short", "a", "b", "c")]
 DAY = 86_400  # seconds
 DATA = {"path": "in-memory", "user_column": "user"}
 
@@ -170,7 +170,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "no-noise": {"epsilon": float("inf")},
     "two-passes": {"privacy__participations": 2},
-    "subspace": {"update__subspace": {"rank": 2, "prompts": 4, "source": "model"}},
+    "subspace": {"update__subspace": {"rank": 2, "prompts": 4}, "evaluation__prompts": 2},
 }
 
 

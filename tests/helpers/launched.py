@@ -128,7 +128,9 @@ def watch(dtype: torch.dtype) -> Seen:
 
 
 SUBSPACE = {
-    "update__subspace": {"rank": 3, "prompts": 9, "source": "model", "keep_perplexity": True},
+    "update__subspace": {"rank": 3, "prompts": 9, "keep_perplexity": True},
+    "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED + 12)],
+    "evaluation__prompts": EVALUATED,
     "evaluation__every": 2,
 }
 

@@ -39,7 +39,8 @@ def save_recipe(folder: Path) -> Path:
     for section, name in ((settings, "users"), (settings["evaluation"], "public")):
         file = folder / f"{name}.csv"
         file.write_text("text\n" + "".join(f"{name} {i}\n" for i in range(80)))
-        section["data"].update(path=str(file), split="train", limit=None)
+        section["data"].update(path=str(file), split="train")
+    settings["data"]["limit"] = None
     settings["evaluation"]["prompts"] = 16
     settings["rounds"], settings["rollout"]["max_new_tokens"] = 2, 4
     path = folder / "recipe.yaml"

@@ -110,7 +110,6 @@ def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], wid
         {
             "policy": {"model_name_or_path": "tiny"},
             "data": {"path": "in-memory", **stated},
-            "evaluation": {"data": {"path": "in-memory", **stated}},
             "rewards": [{"function": "package:function"}],
             "privacy": {"epsilon": 4.0},
             "rounds": 2,
@@ -119,6 +118,4 @@ def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], wid
     )
     for most in (None, 512):
         found = with_prompt_width(settings, policy, most)
-        assert found.evaluation is not None
         assert found.data.max_prompt_tokens == width
-        assert found.evaluation.data.max_prompt_tokens == width

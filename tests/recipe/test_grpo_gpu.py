@@ -28,7 +28,7 @@ def write_questions(path: Path, *, users: int, first: int = 0) -> None:
 
 
 TINY = (
-    "policy.dtype=float32", "data.max_prompt_tokens=48", "evaluation.data.max_prompt_tokens=48",
+    "policy.dtype=float32", "data.max_prompt_tokens=48",
     "rollout.batch_size=32", "rounds=2", "evaluation.prompts=8", "evaluation.every=null",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import yaml
 
 import dprlhf
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import STAGES, Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import STAGES, PublicData, Recipe, dump_recipe, load_recipe, make_recipe
 from dprlhf.recipe.adapters import REMOVED_TYPES
 from helpers import tiny
 from helpers.recipes import SMALL, refusal
@@ -302,10 +302,9 @@ PEOPLE = {"path": "people", "name": "all", "split": "train"}
 @pytest.mark.parametrize(
     "public",
     [
-        {"max_prompts_per_user": 2},
+        {},
         {"split": "train[:10%]"},
         {"split": "test+train"},
-        {"skip": 5},
         {"path": "./people.csv", "split": "test"},
         {"path": "folder/../people.csv", "name": "other"},
         {"path": "link.csv"},
@@ -324,8 +323,15 @@ def test_evaluation_on_the_private_rows_is_refused(
     Path("saved/dataset_info.json").write_text("{}")
     local = {"path": "saved" if public.get("path") == "saved" else "people.csv"}
     private = PEOPLE | (local if "path" in public else {})
-    message = refusal(settings(data=private, evaluation={"data": {**private, **public}}))
+    place = {key: value for key, value in private.items() if key in PublicData.model_fields}
+    message = refusal(settings(data=private, evaluation={"data": {**place, **public}}))
     assert "evaluation.data names the private users" in message
+
+
+def test_public_rows_have_no_columns_of_their_own() -> None:
+    public = {"path": "other", "prompt_column": "text"}
+    message = refusal(settings(evaluation={"data": public}))
+    assert "public rows are read as the users' are, by data.prompt_column" in message
 
 
 @pytest.mark.parametrize("key", ["path", "name", "split"])

@@ -241,14 +241,13 @@ def test_the_card_names_the_public_prompts_of_a_subspace() -> None:
     for spec, expected in (
         ({"data": {"path": "reviews.csv"}}, ", reviews.csv"),
         ({"data": {"path": "reviews.csv"}, "declared_public": True}, "declared to be public"),
-        ({"source": "model"}, None),
     ):
         made = make_recipe(recipe_settings(update__subspace={"rank": 2, **spec}))
         plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=4.0)
         card = privacy_card(made, plan, 1000, bytes(32), read_earlier(made))
         named = [line for line in card["assumed_public"] if "update.subspace" in line]
-        assert len(named) == (expected is not None)
-        assert expected is None or expected in named[0]
+        assert len(named) == 1
+        assert expected in named[0]
         assert "along 2 directions from public gradients" in card["released"][0]
         assert card["noise_to_clip_ratio"] == plan.noise_to_clip_ratio(2)
 

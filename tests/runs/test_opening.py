@@ -43,7 +43,7 @@ def refused(private: Any, public: Any, **changes: Any) -> bool:
     made = recipe(**changes)
     assert made.evaluation is not None
     users = Users(rows_from(private, "prompt"), made.data)
-    rows = made.evaluation.data.model_copy(update={"user_column": None})
+    rows = made.evaluation.data.like(made.data)
     try:
         check_public(made, users, Users(rows_from(public, "prompt"), rows))
     except DprlhfError as error:
@@ -195,10 +195,10 @@ def test_no_row_that_a_subspace_is_fitted_to_is_a_users() -> None:
 
 def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_not() -> None:
     private = [f"it was one of the best films number {i}" for i in range(20)]
-    cut = {"data__prompt_words": 8, "evaluation__data__prompt_words": 8}
+    cut = {"data__prompt_words": 8}
     assert refused(private, ["it was one of the best films number"], **cut)
     assert not refused(private, [f"it was one of the best films of {i}" for i in range(9)], **cut)
-    assert refused(["a b c"], ["a b c d"], evaluation__data__prompt_words=3)
+    assert refused(["a b c"], ["a b c d"], data__prompt_words=3)
 
 
 @pytest.mark.parametrize(
@@ -230,15 +230,11 @@ def test_runs_that_are_called_disjoint_are_compared_by_names_however_they_are_sp
     check_disjoint(made, users_of(["Bea", "170"]))
 
 
-@pytest.mark.parametrize("named_by", ["data", "evaluation"])
-def test_users_are_recognised_by_their_names(named_by: str) -> None:
+def test_users_are_recognised_by_their_names() -> None:
     private = [{"prompt": p, "author": f"a{i}"} for i, p in enumerate(PROMPTS)]
-    column = "author" if named_by == "data" else "by"
-    changes = {"data__user_column": "author"}
-    if named_by == "evaluation":
-        changes["evaluation__data__user_column"] = "by"
     for name, expected in (("a3", True), ("b3", False)):
-        assert refused(private, [{"prompt": "a new text", column: name}], **changes) is expected
+        public = [{"prompt": "a new text", "author": name}]
+        assert refused(private, public, data__user_column="author") is expected
 
 
 def test_what_is_declared_to_be_public_passes_and_the_digest_stays() -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -204,26 +205,6 @@ def test_prompts_of_the_evaluation_are_not_used(model: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_base_model_writes_prompts_where_there_are_none(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Any] = []
-    real = guidance.written_prompts
-
-    def watched(*arguments: Any) -> Any:
-        written.append(real(*arguments))
-        return written[-1]
-
-    monkeypatch.setattr(guidance, "written_prompts", watched)
-    values = settings(subspace={"source": "model"}, evaluation_prompts=None)
-    del values["evaluation__prompts"]
-    train(model, tmp_path / "run", **values)
-    assert len(written) == 1
-    assert len(set(written[0].prompts)) > 6
-    assert isinstance(subspace_in(tmp_path / "run")["directions"], torch.Tensor)
-
-
-@pytest.mark.slow
 def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
     file = tmp_path / "public.jsonl"
     for last, message in (
@@ -247,7 +228,7 @@ def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
     [
         ({"subspace": {"rank": 13, "prompts": 26}}, "needs at least 26 public prompts"),
         (
-            {"subspace": {"rank": 100_000, "prompts": 200_000, "source": "model"}},
+            {"subspace": {"rank": 100_000, "prompts": 200_000}},
             "not below the adapter's",
         ),
     ],
@@ -261,8 +242,8 @@ def test_too_few_prompts_or_dimensions_are_refused_before_a_charge(
 
 
 def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
-    spec = dprlhf.recipe.Subspace(rank=2, source="model")
-    one, other = (guidance.Guidance(spec, None, 0) for _ in range(2))
+    spec, none = dprlhf.recipe.Subspace(rank=2), Guides(mock.MagicMock())
+    one, other = (guidance.Guidance(spec, none, 0) for _ in range(2))
     other.load_state(one.state())
     assert other.state() == {}
     one._subspace = Subspace(torch.eye(2, 5), 0.3)
@@ -366,7 +347,7 @@ def test_the_time_of_a_round_counts_what_a_subspace_takes() -> None:
         made = make_recipe(recipe_settings(rollout__responses=2, **settings))
         return seconds_a_round(made, plan, phases)
 
-    given = {"rank": 2, "prompts": 8, "refresh": 4, "source": "model"}
+    given = {"rank": 2, "prompts": 8, "refresh": 4, "data": {"path": "public.csv"}}
     assert seconds() == pytest.approx(2 * 10 * 111)
     assert seconds(**given) == pytest.approx(2 * (10 + 2) * 111)
     kept = seconds(**given, keep_perplexity=True)

@@ -32,7 +32,6 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private
 from dprlhf.cli.app import app
 from dprlhf.data.given_rows import rows_from
-from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -45,7 +44,6 @@ from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers, encode_pairs
 from dprlhf.training.dry_run import dry_run_stage, explain
 from dprlhf.training.example_tokens import split_row
-from dprlhf.training.supervised import reward_modelling
 from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.trainer import rehearse_end
@@ -425,7 +423,7 @@ def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
         "rounds": 10,
         "optimizer": {"learning_rate": 0.1},
         "evaluation": {
-            "data": {"path": "in-memory", "max_completion_tokens": 8},
+            "data": {"path": "in-memory"},
             "prompts": 4,
             "declared_public": True,
         },
@@ -526,15 +524,14 @@ def test_every_setting_that_a_stage_takes_is_read_or_refused(
     monkeypatch.setattr("dprlhf.api.from_memory", lambda stage, **_: stage)  # it makes a new one
     # These compare settings, and so read those that have no effect.
     monkeypatch.setattr("dprlhf.training.build.without_effect", lambda _: [])
-    monkeypatch.setattr("dprlhf.training.supervised.check_alike", lambda *_: None)
-    loss = {"data": {**DATA, "path": "in-memory"}, "prompts": 4}
+    loss = {"data": {"path": "in-memory"}, "prompts": 4}
     base = sft(model, tmp_path / "sft", evaluation=loss).model_dump() | {"rounds": 1}
     shared = {key: base[key] for key in ("optimizer", "privacy", "rounds")}
     pairs = {key: base["data"][key] for key in ("path", "user_column", "max_prompts_per_user")}
 
     def of(**lengths: int) -> dict[str, Any]:
         rows = pairs | lengths
-        return {"data": rows, "evaluation": {"data": rows, "prompts": 4}, **shared}
+        return {"data": rows, "evaluation": loss, **shared}
 
     stages = [
         recipe.SFTRecipe.model_validate(base),
@@ -657,7 +654,7 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
     spec = {
         "policy": {"model_name_or_path": model, "adapter": ADAPTER},
         "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
-        "evaluation": {"data": {"path": "in-memory", "max_tokens": 16}, "prompts": 6},
+        "evaluation": {"data": {"path": "in-memory"}, "prompts": 6},
         "privacy": {"epsilon": 4.0, "tuning_runs": 1},
         "rounds": 4,
     }
@@ -943,59 +940,6 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize(
-    ("data", "public", "write"),
-    [
-        ({}, {"completion_column": None}, "completion_column: completion"),
-        ({"completion_column": None}, {}, "completion_column: null"),
-        ({}, {"completion_column": "answer"}, "completion_column: completion, and give the column"),
-        ({"max_completion_tokens": 4}, {}, "max_completion_tokens: 4$"),
-    ],
-)
-def test_public_documents_are_read_as_the_users_documents(
-    data: dict[str, Any], public: dict[str, Any], write: str, tmp_path: Path
-) -> None:
-    """Otherwise what is compared with the users' rows would not be what is evaluated."""
-    path = {"path": "in-memory"}
-    stage = sft("x", tmp_path / "run", data=path | data, evaluation={"data": path | public})
-    rows = [{"prompt": "patient 3 has", "completion": " flu", "answer": " flu"}] * 4
-    refused(stage, f"write evaluation.data.{write}", data=rows, evaluation_data=rows[:2])
-
-
-def test_public_pairs_are_read_as_the_users_pairs(tmp_path: Path) -> None:
-    implicit = {**DATA, "prompt_column": "chosen"}
-    for ours, theirs, write in (
-        (implicit, DATA, "prompt_column: chosen"),
-        (DATA, implicit, "prompt_column: prompt"),
-        (DATA, {**DATA, "rejected_column": "worse"}, "rejected_column: rejected"),
-    ):
-        stage = preferring("x", tmp_path / "run", data=ours, evaluation={"data": theirs})
-        refused(stage, f"write evaluation.data.{write}", data=preferences(0, 4))
-    labels = {"path": "in-memory", "label_column": "label"}
-    for change, write in (({"max_tokens": 8}, "max_tokens: 128"), ({"label_column": "y"}, "label")):
-        public = {"data": labels | change}
-        stage = rewarding("x", tmp_path / "r", labels=["a", "b"], data=labels, evaluation=public)
-        refused(stage, f"write evaluation.data.{write}", data=preferences(0, 4))
-
-
-def test_what_the_task_does_not_read_may_differ(model: str, tmp_path: Path) -> None:
-    """The column of the prompts is read by each section's own name."""
-    data = {"path": "in-memory", "completion_column": None, "max_prompt_tokens": 9}
-    public = {"path": "in-memory", "completion_column": None, "prompt_column": "text"}
-    stage = sft(model, tmp_path / "run", data=data, evaluation={"data": public}, rounds=1)
-    rows = [{"prompt": f"it was {i}"} for i in range(8)]
-    run = dprlhf.train_stage(
-        stage, data=rows, evaluation_data=[{"text": "one"}, {"text": "two"}], quiet=True
-    )
-    assert run.after["loss"].mean > 0
-    unread = {"path": "in-memory", "label_column": "chosen", "prompt_column": "rejected"}
-    both = {"labels": ["a", "b"], "data": unread}
-    other = {"data": {**unread, "chosen_column": "c"}}
-    reward_modelling(
-        rewarding("x", tmp_path, **both, evaluation=other), InMemoryInputs(None, None, None)
-    )
-
-
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_tokenizer_without_an_end_is_refused(kind: str, tmp_path: Path) -> None:
     """No row could be encoded, so that the run would spend all of its budget on noise."""
@@ -1084,7 +1028,7 @@ def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
     label = {"path": "in-memory", "label_column": "label"}
     spec = rewarding(
         model, tmp_path / "run", labels=["bad", "good"], data=label,
-        evaluation={"data": label, "prompts": 64},
+        evaluation={"data": {"path": "in-memory"}, "prompts": 64},
     )  # fmt: skip
     rows = [{"prompt": f"it was {i}", "label": "good"} for i in range(8)]
     public = [{"prompt": f"pub {i}", "label": "bad"} for i in range(40)]
@@ -1093,7 +1037,9 @@ def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
         spec, r"^evaluation.data.label_column 'label'.*\(row 41\)$", data=rows, evaluation_data=odd
     )
     assert "zanzibar" not in told
-    documents = sft(model, tmp_path / "run", evaluation={"data": DATA, "declared_public": True})
+    documents = sft(
+        model, tmp_path / "run", evaluation={"data": {"path": "in-memory"}, "declared_public": True}
+    )
     for lacks in ("prompt", "completion"):
         public = [*people(90, 5), {**people(99, 1)[0], lacks: None}]
         refused(
@@ -1105,7 +1051,7 @@ def test_a_public_row_that_is_not_used_may_be_odd(model: str, tmp_path: Path) ->
     spec = sft(
         model,
         tmp_path / "run",
-        evaluation={"data": DATA, "prompts": 5, "declared_public": True},
+        evaluation={"data": {"path": "in-memory"}, "prompts": 5, "declared_public": True},
         rounds=1,
     )
     public = [*people(90, 5), {**people(99, 1)[0], "completion": None}]

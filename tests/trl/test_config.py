@@ -124,9 +124,9 @@ def test_a_command_line_takes_a_mapping_as_json(own: Any) -> None:
     """As it takes TRL's own settings that are mappings."""
     given = ["--output_dir", "x", "--privacy_epsilon", "4", "--privacy_subspace"]
     (config,) = HfArgumentParser(own).parse_args_into_dataclasses(
-        [*given, '{"rank": 4, "source": "model"}']
+        [*given, '{"rank": 4, "prompts": 64}']
     )
-    assert config.privacy_subspace == {"rank": 4, "source": "model"}
+    assert config.privacy_subspace == {"rank": 4, "prompts": 64}
     assert as_private(config, own, "x") is config
     (config,) = HfArgumentParser(own).parse_args_into_dataclasses(given[:-1])
     assert config.privacy_subspace is None

@@ -527,7 +527,7 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
 
 def test_local_moves_have_no_radius_in_a_subspace() -> None:
     """The clip norm is the unit of the coordinates there; a full move has another length."""
-    subspace = {"rank": 2, "prompts": 8, "source": "model"}
+    subspace = {"rank": 2, "prompts": 8, "data": {"path": "public.csv"}}
     policy, spec = policy_of(), spec_of(epochs=3, local_learning_rate=0.5, subspace=subspace)
     responses = batch_of(MIXED, seed=3)
     generator = torch.Generator().manual_seed(1)

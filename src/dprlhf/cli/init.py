@@ -40,7 +40,7 @@ def new_recipe(
     epsilon: float,
     target: Target | None = None,
     users: int | None = None,
-    prompt_columns: tuple[str, str] = ("prompt", "prompt"),
+    prompt_column: str = "prompt",
 ) -> str:
     """Return a commented YAML recipe that loads.
 
@@ -55,13 +55,13 @@ def new_recipe(
         epsilon: Privacy budget ε.
         target: The modules to train, from :func:`target_of`.
         users: Number of users, from :func:`users_in`; it decides the number of rounds.
-        prompt_columns: Columns of the private prompts and of the public ones.
+        prompt_column: Column of the prompts, private and public.
 
     Raises:
         DprlhfError: An answer makes no valid recipe; the message names the key.
     """
     target = target or Target()
-    column, public = (name if name in PROMPT_COLUMNS else _quoted(name) for name in prompt_columns)
+    column = prompt_column if prompt_column in PROMPT_COLUMNS else _quoted(prompt_column)
     text = _TEMPLATE.format(
         model=_quoted(model),
         module=f"[{target.module}]" if target.module else "null",
@@ -78,7 +78,7 @@ def new_recipe(
         epsilon=repr(float(epsilon)).removesuffix(".0"),
         rounds=_rounds(users),
         users=users or "N",
-        evaluation=_EVALUATION.format(_quoted(public_prompts), public, target.prompt)
+        evaluation=_EVALUATION.format(_quoted(public_prompts))
         if public_prompts
         else _NONE,
     )
@@ -190,8 +190,6 @@ _EVALUATION = """\
 evaluation:                     # public prompts: rewards before, during and after
   data:
     path: {}
-    prompt_column: {}
-    max_prompt_tokens: {}
   prompts: 128
   every: 4"""
 

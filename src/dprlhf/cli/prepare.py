@@ -95,7 +95,7 @@ def init(
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
     column = column_in(prompts, prompt_column)
-    public = column_in(public_prompts, prompt_column, "public prompts")
+    column_in(public_prompts, column, "public prompts")  # where it is read by the same name
     text = new_recipe(
         model=model,
         prompts=prompts,
@@ -105,7 +105,7 @@ def init(
         epsilon=float(epsilon),
         target=target_of(model),
         users=users_in(prompts, user_column, column),
-        prompt_columns=(column, public),
+        prompt_column=column,
     )
     write_atomically(out, text)
     typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")

@@ -303,8 +303,7 @@ def from_memory(
     """Replace the paths in a recipe by ``in-memory`` where the program passes objects instead.
 
     The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
-    same objects again. Public rows for a recipe without ``evaluation`` are read like the private
-    ones.
+    same objects again.
 
     Args:
         recipe: The recipe of a run of any stage.
@@ -315,8 +314,7 @@ def from_memory(
     """
     values = recipe.model_dump()
     if evaluation:
-        public = values["evaluation"] or {"data": {**values["data"], "user_column": None}}
-        values["evaluation"] = {**public, "data": {**public["data"], **_PLACE}}
+        values["evaluation"] = {**(values["evaluation"] or {}), "data": {"path": IN_MEMORY}}
     if data:
         values["data"] |= _PLACE
     if rewards is not None:

@@ -42,7 +42,7 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     """
     if recipe.evaluation is None:
         return None
-    data = recipe.evaluation.data.model_copy(update={"user_column": None})
+    data = recipe.evaluation.data.like(recipe.data)
     users = Users(rows_of(data, given), data, may_lack_prompts=recipe.rows_may_lack_prompts)
     if users.count < 2:
         raise DprlhfError(f"evaluation.data {data.path}: give at least 2 public rows")
@@ -116,17 +116,17 @@ class Guides:
 
 
 def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
-    """Return the public prompts of ``update.subspace``; None without one, or if it writes its own.
+    """Return the public prompts of ``update.subspace``; None without one.
 
     Args:
         recipe: The recipe of a run of any stage.
         public: The rows of the evaluation, as :func:`public_users` returns them.
     """
     spec = getattr(recipe.update, "subspace", None)
-    if spec is None or spec.source == "model":
+    if spec is None:
         return None
     if spec.data is not None:
-        data = spec.data.model_copy(update={"user_column": None})
+        data = spec.data.like(recipe.data)
         return Guides(Users(load_rows(data), data, may_lack_prompts=recipe.rows_may_lack_prompts))
     assert public is not None
     return leftover(recipe, public)
@@ -144,7 +144,7 @@ def used_rows(recipe: AnyRecipe) -> int | None:
     These are the rows of :func:`evaluated`, :func:`held_out`, :func:`guides` and :func:`leftover`.
     """
     spec = getattr(recipe.update, "subspace", None)
-    if spec is not None and spec.source == "public" and spec.data is None:
+    if spec is not None and spec.data is None:
         return None
     if recipe.trained.adapter.contrast_column is not None:
         return None
@@ -179,19 +179,6 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     return list(rows[column])
 
 
-def in_form(texts: Sequence[str], *, conversations: bool, in_rows: bool) -> Prompts:
-    """Return public texts as prompts in the form that the users' rows have.
-
-    Args:
-        texts: The texts.
-        conversations: Whether prompts are messages; each then has one, of a user.
-        in_rows: Whether the users' rows have prompts; else these are empty, too.
-    """
-    asked = [[{"role": "user", "content": text if in_rows else ""}] for text in texts]
-    some = in_memory_prompts(asked if conversations else texts)
-    return some.changed(in_rows=in_rows)
-
-
 def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Prompts:
     """Return a few neutral prompts, for a recipe without public ones.
 
@@ -199,4 +186,6 @@ def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Pro
         conversations: Whether they are messages.
         in_rows: Whether the users' rows have prompts; else these are empty, too.
     """
-    return in_form(_NEUTRAL, conversations=conversations, in_rows=in_rows)
+    asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]
+    some = in_memory_prompts(asked if conversations else _NEUTRAL)
+    return some.changed(in_rows=in_rows)

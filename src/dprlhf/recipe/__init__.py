@@ -15,7 +15,7 @@ from dprlhf.recipe.base import (
     Settings,
     experimental,
 )
-from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
+from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences, PublicData
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.loading import (
     AnyRecipe,
@@ -81,6 +81,7 @@ __all__ = [
     "Preferences",
     "Privacy",
     "PrivateUpdate",
+    "PublicData",
     "Recipe",
     "Reward",
     "RewardRecipe",

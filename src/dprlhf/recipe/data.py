@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,30 @@ class Data(Settings):
         return f"at most {most} a user; a prompt keeps its last {self.max_prompt_tokens} tokens" + (
             f", a completion its first {after}" if after else ""
         )
+
+
+D = TypeVar("D", bound=Data)
+
+
+class PublicData(Settings):
+    """Public rows, read as the users' are: the columns and lengths in ``data`` are theirs, too.
+
+    Attributes:
+        path: Hub id, folder or file, as in ``data``.
+        name: Name of the dataset's configuration on the hub.
+        revision: Branch, tag or commit of the dataset on the hub; null takes the newest version.
+        split: Split of the dataset. In a folder of files, the file's name without its suffix.
+    """
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
+
+    def like(self, data: D) -> D:
+        """Return the section of these rows, each a user of its own, as a run's rows are read."""
+        own = {"user_column": None, "max_prompts_per_user": 1, "skip": 0, "limit": None}
+        return data.model_copy(update={**dict(self), **own, "prompts_per_round": None})
 
 
 class Documents(Data):

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
-from dprlhf.recipe.data import Data
+from dprlhf.recipe.data import PublicData
 
 MEASURES = (
     "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
@@ -51,7 +51,7 @@ class LossEvaluation(Settings):
             of the users. The run is then not refused if a user has one of them as well.
     """
 
-    data: Data
+    data: PublicData
     prompts: Annotated[int, Field(ge=2)] = 256
     every: PositiveInt | None = None
     declared_public: bool = False

@@ -190,6 +190,9 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     if first["type"] == "extra_forbidden":
         if instead := REMOVED.get(key) or REMOVED.get(location[-1]):
             return f"'{key}' is gone: {instead}"
+        like = f"data.{location[-1]}"
+        if key.endswith(f".{like}") and like in known_keys(kind):
+            return f"'{key}' is no setting: public rows are read as the users' are, by {like}"
         near = _nearest_key(location, kind)
         if near == key:
             section = location[0]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dprlhf.recipe.base import IN_MEMORY
-from dprlhf.recipe.data import Data
+from dprlhf.recipe.data import Data, PublicData
 from dprlhf.recipe.privacy import Budget
 
 
@@ -16,8 +16,8 @@ def check_promise(
     *,
     clip_norm: float,
     data: Data,
-    public: Data | None,
-    guides: Data | None = None,
+    public: PublicData | None,
+    guides: PublicData | None = None,
 ) -> None:
     """Refuse what would make the stated ε wrong, or publish what is private.
 
@@ -45,7 +45,7 @@ def check_promise(
         )
 
 
-def same_rows(a: Data, b: Data) -> bool:
+def same_rows(a: Data, b: Data | PublicData) -> bool:
     """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
     if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
         return False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.data import Data
+from dprlhf.recipe.data import PublicData
 
 
 class Subspace(Settings):
@@ -19,8 +19,6 @@ class Subspace(Settings):
 
     Attributes:
         rank: Number p of directions.
-        source: ``public`` takes public prompts; ``model`` lets the base model write prompts, if
-            there are no public ones.
         data: The public prompts. Null takes those rows of ``evaluation.data`` that the evaluation
             does not use.
         prompts: Number of prompts whose gradients are computed each time.
@@ -39,8 +37,7 @@ class Subspace(Settings):
     """
 
     rank: PositiveInt = 16
-    source: Literal["public", "model"] = "public"
-    data: Data | None = None
+    data: PublicData | None = None
     prompts: Annotated[int, Field(ge=2)] = 256
     refresh: PositiveInt = 1
     mean_first: bool = False
@@ -50,8 +47,6 @@ class Subspace(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Subspace:
-        if self.source == "model" and self.data is not None:
-            raise ValueError("data has no effect with source: model: leave one of them out")
         if self.prompts < 2 * self.rank:
             raise ValueError(
                 f"{self.prompts} prompts are too few for rank {self.rank}: take at least"

@@ -54,8 +54,7 @@ class StageRecipe(Settings):
         optimizer: Server-side optimizer, which steps along the released gradient.
         privacy: The guarantee (ε, δ), and how users are assigned to rounds.
         rounds: Number of rounds T.
-        evaluation: Public rows, on which the loss is measured before, during and after. Except for
-            the prompt column, their columns and lengths in tokens are those of ``data``.
+        evaluation: Public rows, on which the loss is measured before, during and after.
         tracking: Experiment trackers.
         previous: Earlier private runs on the same users, or whose models this run uses.
         seed: Seed of the initial weights of the adapter, and of a new classification head.
@@ -155,12 +154,6 @@ class StageRecipe(Settings):
         return self
 
 
-class DocumentsEvaluation(LossEvaluation):
-    """Evaluation on public documents, which costs no privacy."""
-
-    data: Documents
-
-
 class SFTRecipe(StageRecipe):
     """All settings of ``dprlhf sft``: supervised fine-tuning on the users' own documents.
 
@@ -174,18 +167,11 @@ class SFTRecipe(StageRecipe):
     stage: Literal["sft"] = "sft"
     policy: Policy
     data: Documents
-    evaluation: DocumentsEvaluation | None = None
 
     @property
     def purpose(self) -> str:
         """How the adapter was trained, for the model card."""
         return "fitted to private documents"
-
-
-class PreferencesEvaluation(LossEvaluation):
-    """Evaluation on public pairs or labels, which costs no privacy."""
-
-    data: Preferences
 
 
 class RewardRecipe(StageRecipe):
@@ -210,17 +196,14 @@ class RewardRecipe(StageRecipe):
         "policy.chat_template_kwargs": "whoever scores with the reward model does not have them:"
         " give them in the column chat_template_kwargs, or leave them out",
         "policy.adapter.init": "public rows initialise adapters of causal LMs alone: write random",
-        **dict.fromkeys(
-            ("data.max_prompt_tokens", "evaluation.data.max_prompt_tokens"),
-            "a reward model reads a prompt and its completion as one text: set max_tokens",
-        ),
+        "data.max_prompt_tokens": "a reward model reads a prompt and its completion as one text:"
+        " set max_tokens",
     }
 
     stage: Literal["reward"] = "reward"
     policy: Policy
     data: Preferences
     labels: list[str] | None = None
-    evaluation: PreferencesEvaluation | None = None
 
     @property
     def head_labels(self) -> list[str] | None:
@@ -239,8 +222,6 @@ class RewardRecipe(StageRecipe):
             raise ValueError("labels and data.label_column: give both, or neither for pairs")
         if self.labels is not None and len(set(self.labels)) < max(2, len(self.labels)):
             raise ValueError("labels: give at least two, each once")
-        if self.evaluation and (self.evaluation.data.label_column is None) != (self.labels is None):
-            raise ValueError("evaluation.data must have what data has: labels, or else pairs")
         return self
 
 
@@ -293,12 +274,6 @@ class DPOUpdate(Supervised):
         return self
 
 
-class PairsEvaluation(LossEvaluation):
-    """Evaluation on public preference pairs, which costs no privacy."""
-
-    data: PreferencePairs
-
-
 class DPORecipe(StageRecipe):
     """All settings of ``dprlhf dpo``: direct preference optimization on the users' own pairs.
 
@@ -317,7 +292,6 @@ class DPORecipe(StageRecipe):
     policy: Policy
     data: PreferencePairs
     update: DPOUpdate = DPOUpdate()
-    evaluation: PairsEvaluation | None = None
 
     @property
     def purpose(self) -> str:

@@ -77,10 +77,10 @@ def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:
 
 
 def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections) -> None:
-    if subspace.source == "public" and subspace.data is None and recipe.evaluation is None:
+    if subspace.data is None and recipe.evaluation is None:
         raise ValueError(
             "update.subspace needs public prompts: give update.subspace.data, or evaluation"
-            " with more rows than evaluation.prompts; or write source: model"
+            " with more rows than evaluation.prompts"
         )
     if update.least_squares is not None:
         raise ValueError(

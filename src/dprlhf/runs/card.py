@@ -113,7 +113,7 @@ def released_dimension(recipe: AnyRecipe, dimension: int) -> int:
 
 def _guides(recipe: AnyRecipe) -> list[str]:
     spec = getattr(recipe.update, "subspace", None)
-    if spec is None or spec.source == "model":
+    if spec is None:
         return []
     where = "evaluation.data" if spec.data is None else spec.data.path
     declared = _DECLARED if spec.declared_public else ""

@@ -309,15 +309,15 @@ def check_public(
     if public is not None and evaluation is not None and evaluation.declared_public:
         _check_declared("evaluation", public, users)
     elif public is not None and evaluation is not None:
-        named, used = evaluation.data.user_column or column, used_rows(recipe)
+        used = used_rows(recipe)
         first = None  # all rows
         if used is not None and probed is not None:
             first = max(used, evaluation.prompts + probed)
-        shown["evaluation"] = public.traces(named, first)
+        shown["evaluation"] = public.traces(column, first)
     if guides is not None and guides.rows is not public and subspace.declared_public:
         _check_declared("update.subspace", guides.rows, users)
     elif guides is not None and guides.rows is not public:
-        shown["update.subspace"] = guides.rows.traces(subspace.data.user_column or column)
+        shown["update.subspace"] = guides.rows.traces(column)
     private = open_private(users.traces(column)) if shown else {}
     for section, traces in shown.items():
         found = open_private(traces)

@@ -7,15 +7,13 @@ every few rounds. Nothing private is read: the policy is made of releases.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.data.public import Guides, in_memory_prompts
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.subspace import Subspace, fit_subspace
@@ -28,9 +26,6 @@ from dprlhf.training.run import Batch, Run
 from dprlhf.training.timing import phases
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
-InForm = Callable[[Sequence[str]], Prompts]
-"""Returns public texts as prompts in the form of the users' rows."""
-
 # The draws on public prompts need no secrecy, and a resumed run repeats them.
 _PUBLIC_KEY = bytes(32)
 
@@ -40,27 +35,18 @@ class Guidance:
 
     Args:
         settings: The recipe's ``update.subspace``.
-        guides: The public prompts; None if the base model shall write them.
+        guides: The public prompts.
         seed: The recipe's seed.
-        in_form: Makes prompts of what the base model writes.
 
     Attributes:
         seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one
             backward pass), as the last subspace took; empty before the first.
     """
 
-    def __init__(
-        self,
-        settings: recipe.Subspace,
-        guides: Guides | None,
-        seed: int,
-        in_form: InForm = in_memory_prompts,
-    ) -> None:
+    def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
         self._settings = settings
         self._guides = guides
         self._seed = seed
-        self._in_form = in_form
-        self._written: Prompts | None = None
         self._subspace: Subspace | None = None
         self.seconds: dict[str, float] = {}
 
@@ -76,11 +62,11 @@ class Guidance:
                 f"update.subspace.rank {rank} is not below the adapter's {dimension} dimensions:"
                 " leave subspace out"
             )
-        if self._guides is not None and self._guides.count < 2 * rank:
+        if self._guides.count < 2 * rank:
             raise DprlhfError(
                 f"update.subspace.rank {rank} needs at least {2 * rank} public prompts, and there"
-                f" are {self._guides.count} besides those of the evaluation: lower it, give"
-                " update.subspace.data, or write source: model"
+                f" are {self._guides.count} besides those of the evaluation: lower it, or"
+                " give update.subspace.data"
             )
 
     def subspace(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
@@ -94,7 +80,11 @@ class Guidance:
     def _fit(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
         settings, processes = run.recipe, run.processes
         assert isinstance(settings, Recipe)
-        prompts = with_factors(self._prompts(run.policy, settings, batch.t), settings)
+        # The draw follows from the seed and the round.
+        drawn = self._guides.draw(
+            self._settings.prompts, np.random.default_rng([self._seed, batch.t])
+        )
+        prompts = with_factors(drawn, settings)
         own = processes.share(np.arange(len(prompts)))
         batch.bar.start("public gradients", Private(own))
 
@@ -195,15 +185,6 @@ class Guidance:
         )
         return clock, gradients, likelihood
 
-    def _prompts(self, policy: CausalLMPolicy, settings: Recipe, t: int) -> Prompts:
-        """Return the public prompts of a round: a draw that follows from the seed and the round."""
-        count = self._settings.prompts
-        if self._guides is not None:
-            return self._guides.draw(count, np.random.default_rng([self._seed, t]))
-        if self._written is None:
-            self._written = written_prompts(policy, settings, count, self._in_form)
-        return self._written
-
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, all of them public or released."""
         if self._subspace is None:
@@ -249,36 +230,3 @@ def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:
     ones = {str(name): [1.0] * len(prompts) for name in lacking}
     columns = {**prompts.columns, **ones}
     return prompts.changed(columns=columns)
-
-
-def written_prompts(
-    policy: CausalLMPolicy, settings: Recipe, count: int, in_form: InForm = in_memory_prompts
-) -> Prompts:
-    """Return prompts that the base model writes itself, from nothing: public ones.
-
-    Args:
-        policy: The policy; its adapter is switched off, and it calls no tools.
-        settings: The recipe.
-        count: Number of prompts.
-        in_form: Makes prompts of what was written.
-    """
-    empty: list[Any] = [""] * count
-    longest = settings.data.max_prompt_tokens
-    form = in_form([""]).prompts[0]
-    taken = 0 if isinstance(form, str) else len(policy.render(form, add_generation_prompt=True))
-    length = {"responses": 1, "base_policy": "on-policy"}
-    length["max_new_tokens"] = max(1, longest - taken)  # a longer prompt would lose its start
-    sampler, policy.sampler = policy.sampler, None
-    try:
-        with policy.base():
-            written = sample(
-                policy,
-                in_memory_prompts(empty),
-                settings.rollout.model_copy(update=length),
-                key=_PUBLIC_KEY,
-                context=("written prompts", settings.seed),
-                max_prompt_tokens=longest,
-            )
-    finally:
-        policy.sampler = sampler
-    return in_form(written.texts)

@@ -16,7 +16,7 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import Data, Recipe
+from dprlhf.recipe import Recipe
 from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample
 
 
@@ -52,18 +52,13 @@ def with_prompt_width(recipe: Recipe, policy: CausalLMPolicy, most: int | None =
         policy: The policy.
         most: The longest prompt where the context has room for it; None takes the key's default.
     """
-
-    def settled(data: Data) -> Data:
-        if "max_prompt_tokens" in data.model_fields_set:
-            return data
-        longest = most or data.max_prompt_tokens
-        width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
-        return data.model_copy(update={"max_prompt_tokens": width})
-
-    evaluation = recipe.evaluation
-    if evaluation is not None:
-        evaluation = evaluation.model_copy(update={"data": settled(evaluation.data)})
-    return recipe.model_copy(update={"data": settled(recipe.data), "evaluation": evaluation})
+    data = recipe.data
+    if "max_prompt_tokens" in data.model_fields_set:
+        return recipe
+    longest = most or data.max_prompt_tokens
+    width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
+    settled = data.model_copy(update={"max_prompt_tokens": width})
+    return recipe.model_copy(update={"data": settled})
 
 
 def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:

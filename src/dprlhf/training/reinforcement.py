@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
 from dprlhf.data.in_memory import InMemoryInputs
-from dprlhf.data.public import evaluated, in_form, neutral_prompts
+from dprlhf.data.public import evaluated, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -312,16 +312,8 @@ class Reinforcement:
         if recipe.update.subspace is not None:
             from dprlhf.training.guidance import Guidance
 
-            self.guidance = Guidance(
-                recipe.update.subspace,
-                prepared.guides,
-                recipe.seed,
-                partial(
-                    in_form,
-                    conversations=prepared.users.conversations,
-                    in_rows=prepared.users.with_prompts,
-                ),
-            )
+            assert prepared.guides is not None
+            self.guidance = Guidance(recipe.update.subspace, prepared.guides, recipe.seed)
             self.guidance.check(policy.dimension)
 
     def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
@@ -334,7 +326,7 @@ class Reinforcement:
             self.public.first(_REHEARSED),
             self.recipe.rollout,
             seed=self.recipe.seed,
-            max_prompt_tokens=self.recipe.evaluation.data.max_prompt_tokens,
+            max_prompt_tokens=self.recipe.data.max_prompt_tokens,
             judges=self.judges,
             batch_size=self.recipe.update.batch_size,
         )
@@ -467,7 +459,7 @@ class Reinforcement:
                 self.public,
                 self.recipe.rollout,
                 seed=self.recipe.seed,
-                max_prompt_tokens=spec.data.max_prompt_tokens,
+                max_prompt_tokens=self.recipe.data.max_prompt_tokens,
                 tick=tick,
                 judges=self.judges,
                 batch_size=self.recipe.update.batch_size if during or spec.log_probs else None,

@@ -41,7 +41,6 @@ from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.supervised_rows import (
-    check_alike,
     check_columns,
     failure_message,
     made_up_rows,
@@ -115,8 +114,7 @@ class Supervised:
         load: Loads the model that is trained.
 
     Raises:
-        DprlhfError: Two columns of the data are one, or the evaluation's rows would be read or cut
-            in another way than the users' rows.
+        DprlhfError: Two columns of the data are one.
     """
 
     stateful: Mapping[str, Stateful] = MappingProxyType({})
@@ -131,8 +129,6 @@ class Supervised:
         load: Callable[[], CausalLMPolicy],
     ) -> None:
         check_columns(recipe.data)
-        if recipe.evaluation is not None:
-            check_alike(recipe.data, recipe.evaluation.data)
         self.recipe = recipe
         self.task = task
         self._made_up: list[Prompts] = []

@@ -32,37 +32,6 @@ def check_columns(data: Data) -> None:
         keys[column] = key
 
 
-def check_alike(data: Data, other: Data) -> None:
-    """Refuse public rows that would be read or cut in another way than the users' rows.
-
-    The task reads both by the keys of ``data``. Where those of ``other`` differed, what is compared
-    with the users' rows would not be what is evaluated.
-
-    Args:
-        data: The section of the users' rows.
-        other: The section of the evaluation's rows.
-
-    Raises:
-        DprlhfError: A key that the task reads differs.
-    """
-    of_documents = getattr(data, "completion_column", "") is None
-    keys = [*_column_keys(data), *_column_keys(other)]
-    if not any(getattr(section, "implicit_prompt", False) for section in (data, other)):
-        keys = [key for key in keys if key != "prompt_column"]  # each section's own is read
-    if hasattr(data, "max_completion_tokens") and not of_documents:
-        keys.append("max_prompt_tokens")
-    keys += ["max_completion_tokens", "max_tokens"]
-    for key in keys:
-        ours, theirs = (getattr(section, key, None) for section in (data, other))
-        if ours != theirs:
-            ours, theirs = ("null" if value is None else value for value in (ours, theirs))
-            rename = ", and give the column that name" if key.endswith("_column") else ""
-            raise DprlhfError(
-                f"evaluation.data.{key} is {theirs}, and data.{key} is {ours}: public rows are read"
-                f" and cut as the users' rows are; write evaluation.data.{key}: {ours}{rename}"
-            )
-
-
 def _column_keys(data: Data) -> list[str]:
     """Return the keys of the columns that a task reads; an implicit prompt has none of its own."""
     keys = [key for key in type(data).model_fields if key.endswith("_column")]

@@ -119,13 +119,12 @@ def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
 def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
     """Return a trainer's recipe with an evaluation on so many public prompts."""
     section = _evaluation(config, public, recipe.rounds)
-    section["data"]["max_prompt_tokens"] = recipe.data.max_prompt_tokens
     return make_recipe(recipe.model_dump() | {"evaluation": section}, source=type(config).__name__)
 
 
 def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
     return {
-        "data": {**_data(args), "user_column": None},
+        "data": {"path": IN_MEMORY},
         "prompts": public,
         "every": _every(args, rounds),
         "declared_public": args.privacy_declared_public,
@@ -287,12 +286,11 @@ def _subspace(args: Any) -> dict[str, Any] | None:
     given = args.privacy_subspace
     if isinstance(given, str):  # it was set after the config was made, which reads JSON
         raise DprlhfError(f"privacy_subspace: give a mapping, not {given!r}")
-    if given is None or given.get("source", "public") != "public" or given.get("data"):
+    if given is None or given.get("data"):
         return cast(dict[str, Any] | None, given)
     raise DprlhfError(
         "privacy_subspace: all rows of eval_dataset are evaluated, so its directions need other"
-        " public prompts: add 'data': {'path': …}, a file or a dataset's name, or"
-        " 'source': 'model', which lets the base model write them"
+        " public prompts: add 'data': {'path': …}, a file or a dataset's name"
     )
 
 

@@ -19,7 +19,7 @@ from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import CONTRASTED, HELD_OUT
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Data, Recipe
+from dprlhf.recipe import Data, PublicData, Recipe
 from dprlhf.recipe.promise import same_rows
 
 SCORING = 256
@@ -70,8 +70,8 @@ def public_rows(
 
     Args:
         recipe: The recipe of the private run.
-        file: A file of public prompts, with the columns of the recipe's evaluation (without one: of
-            its data), to be taken in place of the evaluation's rows.
+        file: A file of public prompts, with the columns of the recipe's data, to be taken in place
+            of the evaluation's rows.
         rows: Public rows in memory in place of those that ``recipe.evaluation`` names.
         scored: Number of prompts on which trials are scored.
 
@@ -119,7 +119,7 @@ def _fitted_beside(recipe: Recipe) -> int:
     if subspace is not None and subspace.data is not None:
         return 0
     contrasted = CONTRASTED if recipe.policy.adapter.contrast_column is not None else 0
-    return max(contrasted, subspace.prompts if subspace and subspace.source == "public" else 0)
+    return max(contrasted, subspace.prompts if subspace is not None else 0)
 
 
 def _spec(recipe: Recipe, file: Path | None) -> Data:
@@ -128,14 +128,13 @@ def _spec(recipe: Recipe, file: Path | None) -> Data:
         raise DprlhfError(
             "tuning needs public prompts: name some under evaluation.data, or give --public FILE"
         )
-    given = recipe.evaluation.data if recipe.evaluation is not None else recipe.data
-    if file is None:
-        return given
-    place = {"path": str(file), "name": None, "revision": None, "skip": 0, "limit": None}
-    spec = given.model_copy(update={**place, "user_column": None})
-    if same_rows(recipe.data, spec):
-        raise DprlhfError(f"--public {file}: these are the private users' rows")
-    return spec
+    if file is not None:
+        place = PublicData(path=str(file))
+        if same_rows(recipe.data, place):
+            raise DprlhfError(f"--public {file}: these are the private users' rows")
+        return place.like(recipe.data)
+    assert recipe.evaluation is not None
+    return recipe.evaluation.data.like(recipe.data)
 
 
 def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
@@ -147,14 +146,15 @@ def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
         rows: As for :func:`public_rows`.
     """
     apart: set[str] = set()
+    column = recipe.data.prompt_column
     if (evaluation := recipe.evaluation) is not None:
-        own = rows_of(evaluation.data, rows) if found is None else found
+        own = rows_of(evaluation.data.like(recipe.data), rows) if found is None else found
         last = min(evaluation.prompts, len(own))
-        apart |= {str(prompt) for prompt in own[:last][evaluation.data.prompt_column]}
+        apart |= {str(prompt) for prompt in own[:last][column]}
     subspace = recipe.update.subspace
     if subspace is not None and subspace.data is not None:
-        guiding = load_rows(subspace.data)
-        apart |= {str(prompt) for prompt in guiding[subspace.data.prompt_column]}
+        guiding = load_rows(subspace.data.like(recipe.data))
+        apart |= {str(prompt) for prompt in guiding[column]}
     return apart
 
 

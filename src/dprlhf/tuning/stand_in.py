@@ -46,7 +46,7 @@ from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.privacy.accounting import Epsilon
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import IN_MEMORY, Recipe
+from dprlhf.recipe import IN_MEMORY, PublicData, Recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
 from dprlhf.training.dry_run import dry_run
@@ -333,19 +333,14 @@ def _evaluate(run: Run) -> Evaluated:
 def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: bool) -> Recipe:
     """Return the recipe of a stand-in run: other rows, no promise, and nothing that it reports to.
 
-    The rows are read as public ones are, cut to the private prompts' length in tokens.
+    The rows are read as public ones are.
     """
-    place = {
-        "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0,
-        "limit": None, "user_column": None,
-    }  # fmt: skip
-    rows = public.spec.model_dump() | place
-    length = {"max_prompt_tokens": recipe.data.max_prompt_tokens, "max_prompts_per_user": 1}
+    place = PublicData(path=IN_MEMORY)
     values = recipe.model_dump()
     values |= {
-        "data": rows | length,
+        "data": place.like(recipe.data).model_dump(),
         "evaluation": {
-            "data": rows,
+            "data": place.model_dump(),
             "prompts": public.scored,
             "every": every,
             "declared_public": True,
