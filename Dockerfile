@@ -19,7 +19,7 @@ RUN pip install --no-cache-dir --index-url "https://download.pytorch.org/whl/$TO
 COPY --chown=dprlhf pyproject.toml README.md LICENSE ./
 COPY --chown=dprlhf src src
 # Everything else at its locked version; torch is there already, and satisfies its pin.
-RUN pip install --no-cache-dir -c requirements.lock ".[book,demo,judge,report]" && pip check
+RUN pip install --no-cache-dir -c requirements.lock ".[book,demo,report]" && pip check
 COPY --chown=dprlhf recipes recipes
 ENTRYPOINT ["dprlhf"]
 CMD ["--help"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,7 +142,6 @@ def check_reward(
     """
     reward, state = as_reward(reward), state or RoundState()
     most_rows = min(most_rows, _own_limit(reward, most_rows))
-    _forget_problem(reward)
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
@@ -313,29 +311,15 @@ def _largest_size(
 
 
 class NeverAppliesError(DprlhfError):
-    """A reward answers None to all completions, and no failure of its own is known."""
+    """A reward answers None to all completions."""
 
 
 def _check_applies(batch: CheckedBatch, scores: Mapping[int, Score]) -> None:
     if all(value is None for value in scores.values()):
-        problem = _problem(batch.reward)
-        raise (DprlhfError if problem else NeverAppliesError)(
+        raise NeverAppliesError(
             f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
-            f"{len(batch.rows)} completions, so it never applies" + problem
+            f"{len(batch.rows)} completions, so it never applies"
         )
-
-
-def _problem(reward: LoadedReward) -> str:
-    """Return what a remote judge says of its last failure, on public rows as all here."""
-    problem = getattr(reward.function, "problem", "")
-    return f" (last problem: {problem})" if problem else ""
-
-
-def _forget_problem(reward: LoadedReward) -> None:
-    """Clear a remote judge's last failure: one before the check may be that of a private row."""
-    if hasattr(reward.function, "problem"):
-        with contextlib.suppress(AttributeError):
-            setattr(reward.function, "problem", "")  # noqa: B010 - it is a callable for mypy
 
 
 def _each_alone(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
@@ -372,7 +356,7 @@ def _largest_move(
             raise DprlhfError(
                 f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
                 f"{_shown(expected[i])} in the batch and {_shown(score)}"
-                f" {situation}{_problem(reward)}; " + _remedy(check, reward.per_user)
+                f" {situation}; " + _remedy(check, reward.per_user)
             )
         pairs = zip(score or (), expected[i] or (), strict=True)
         largest = max(largest, *(abs(one - other) for one, other in pairs), 0.0)
