@@ -88,7 +88,7 @@ def names(requirements: list[str]) -> set[str]:
 
 EXTRAS = {
     "assets": "demo", "budget": "book", "evidence": "report", "papers": "papers",
-    "quantization.py": "quantization", "remote.py": "judge",
+    "quantization.py": "quantization",
     "report.py": "report", "trl": "trl", "tuning": "tune",
 }  # fmt: skip
 """Folders and modules that import more than a plain run does, and the extra that brings it."""

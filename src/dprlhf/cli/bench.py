@@ -42,7 +42,7 @@ def bench_control(
     """Run the control tables; write the results, a table beside the papers' figures, and plots."""
     with extra("papers", "dprlhf bench"):
         from dprlhf.papers.control.results import write
-        from dprlhf.papers.control.run_rows import read_table, run_table
+        from dprlhf.papers.control.run_rows import run_table
         from dprlhf.papers.control.tables import TABLES
 
     if table != "all" and table not in TABLES:
@@ -51,13 +51,15 @@ def bench_control(
         raise DprlhfError(
             f"{recipes}: no such folder: run this in a clone of the repository, or give --recipes"
         )
-    names = list(TABLES) if table == "all" else [table]
     if not write_only:
-        for name in names:
-            rows = [row.name for row in TABLES[name]() if only in row.name]
-            if rows:
-                run_table(name, seeds=seeds, jobs=jobs, recipes=recipes, cache=cache, only=only)
-    found = {name: read_table(name, seeds, cache, recipes) for name in TABLES}
+        for name in TABLES if table == "all" else [table]:
+            run_table(name, seeds=seeds, jobs=jobs, recipes=recipes, cache=cache, only=only)
+    found = {
+        name: run_table(
+            name, seeds=seeds, recipes=recipes, cache=cache, write_only=True, quiet=True
+        )
+        for name in TABLES
+    }
     command = f"dprlhf bench control --table {table} --seeds {seeds}"
     (out / "results").mkdir(parents=True, exist_ok=True)
     typer.echo(write(found, out, command, seeds))

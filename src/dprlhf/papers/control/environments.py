@@ -1,21 +1,18 @@
-"""Environments whose trajectories are simulated together, one array operation a step.
+"""Riverswim and insulin dosing, of whose trajectories many are simulated together.
 
 A batch of trajectories is a state array with one row each; a row's next state depends on that row
-and its own random numbers alone. CartPole and Acrobot follow Gymnasium's equations to the last bit
-(see ``tests/papers/test_control.py``); Gymnasium's other tasks are in
-:mod:`dprlhf.papers.control.gym`.
+and its own random numbers alone. Gymnasium's tasks are in :mod:`dprlhf.papers.control.gym`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from dprlhf.errors import DprlhfError, nearest
+from dprlhf.errors import DprlhfError
 from dprlhf.papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
 
 
@@ -61,106 +58,6 @@ class Environment(Protocol):
 
         A reward that is not finite marks an environment that failed; its user contributes zero.
         """
-
-
-@dataclass(frozen=True)
-class CartPole:
-    """CartPole-v1 (Barto, Sutton & Anderson 1983, as in Gymnasium): a reward of 1 each step."""
-
-    size: int = 4
-    actions: int = 2
-    continuous: bool = False
-    horizon: int = 500
-    reward_range: float = 1.0
-    reset_draws: int = 4
-    step_draws: int = 0
-
-    def reset(self, uniforms: Array) -> Array:
-        """Return states within 0.05 of rest."""
-        return -0.05 + 0.1 * uniforms
-
-    def observe(self, state: Array) -> Array:
-        """Return position, velocity, angle and its velocity, rounded to float32 as Gymnasium's."""
-        return state.astype(np.float32).astype(np.float64)
-
-    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
-        """Take an Euler step of 0.02 s."""
-        x, x_dot, angle, angle_dot = state.T
-        force = np.where(actions == 1, 10.0, -10.0)
-        total_mass, pole_mass, length = 0.1 + 1.0, 0.1, 0.5
-        moment = pole_mass * length
-        cos, sin = np.cos(angle), np.sin(angle)
-        push = (force + moment * np.square(angle_dot) * sin) / total_mass
-        angle_acc = (9.8 * sin - cos * push) / (
-            length * (4.0 / 3.0 - pole_mass * np.square(cos) / total_mass)
-        )
-        x_acc = push - moment * angle_acc * cos / total_mass
-        tau = 0.02
-        x, x_dot = x + tau * x_dot, x_dot + tau * x_acc
-        angle, angle_dot = angle + tau * angle_dot, angle_dot + tau * angle_acc
-        limit = 12 * 2 * math.pi / 360
-        ended = (np.abs(x) > 2.4) | (np.abs(angle) > limit)
-        return np.stack([x, x_dot, angle, angle_dot], 1), np.ones(len(x)), ended
-
-
-@dataclass(frozen=True)
-class Acrobot:
-    """Acrobot-v1 (Sutton 1996, as in Gymnasium): −1 each step until the tip is high enough."""
-
-    size: int = 6
-    actions: int = 3
-    continuous: bool = False
-    horizon: int = 500
-    reward_range: float = 1.0
-    reset_draws: int = 4
-    step_draws: int = 0
-
-    def reset(self, uniforms: Array) -> Array:
-        """Return states within 0.1 of hanging at rest."""
-        return (-0.1 + 0.2 * uniforms).astype(np.float32).astype(np.float64)
-
-    def observe(self, state: Array) -> Array:
-        """Return cosine and sine of both angles, and their velocities."""
-        a, b, da, db = state.T
-        seen = np.stack([np.cos(a), np.sin(a), np.cos(b), np.sin(b), da, db], 1)
-        return seen.astype(np.float32).astype(np.float64)
-
-    def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
-        """Take a Runge-Kutta step of 0.2 s."""
-        torque = actions - 1.0
-        dt, half = 0.2, 0.1
-        k1 = _acrobot(state, torque)
-        k2 = _acrobot(state + half * k1, torque)
-        k3 = _acrobot(state + half * k2, torque)
-        k4 = _acrobot(state + dt * k3, torque)
-        new = state + dt / 6.0 * (k1 + 2 * k2 + 2 * k3 + k4)
-        angles = new[:, :2]
-        while np.any(high := angles > math.pi):
-            angles = np.where(high, angles - 2 * math.pi, angles)
-        while np.any(low := angles < -math.pi):
-            angles = np.where(low, angles + 2 * math.pi, angles)
-        fastest = np.array([4 * math.pi, 9 * math.pi])
-        new = np.concatenate([angles, np.clip(new[:, 2:], -fastest, fastest)], 1)
-        ended = -np.cos(new[:, 0]) - np.cos(new[:, 1] + new[:, 0]) > 1.0
-        return new, np.where(ended, 0.0, -1.0), ended
-
-
-def _acrobot(state: Array, torque: Array) -> Array:
-    """Return the time derivative of (θ₁, θ₂, θ̇₁, θ̇₂); unit masses, lengths and moments."""
-    a, b, da, db = state.T
-    g, c = 9.8, 0.5  # c: distance to a link's centre of mass
-    d1 = c**2 + (1.0 + c**2 + 2 * c * np.cos(b)) + 1.0 + 1.0
-    d2 = (c**2 + c * np.cos(b)) + 1.0
-    phi2 = c * g * np.cos(a + b - math.pi / 2.0)
-    phi1 = (
-        -c * db**2 * np.sin(b)
-        - 2 * c * db * da * np.sin(b)
-        + (c + 1.0) * g * np.cos(a - math.pi / 2)
-        + phi2
-    )
-    ddb = (torque + d2 / d1 * phi1 - c * da**2 * np.sin(b) - phi2) / (c**2 + 1.0 - d2**2 / d1)
-    dda = -(d2 * ddb + phi1) / d1
-    return np.stack([da, db, dda, ddb], 1)
 
 
 @dataclass(frozen=True)
@@ -375,18 +272,16 @@ _LINEAR = _linear_minute()
 
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
-    "cartpole": CartPole,
-    "acrobot": Acrobot,
+    "cartpole": lambda: Gymnasium("CartPole-v1", 500, 1.0, reset_draws=4),
+    "acrobot": lambda: Gymnasium("Acrobot-v1", 500, 1.0, reset_draws=4),
     "riverswim-0.6": lambda: Riverswim(0.6),
     "riverswim-0.9": lambda: Riverswim(0.9),
     "riverswim-0.6-blind": lambda: Riverswim(0.6, blind=True),
     "riverswim-0.9-blind": lambda: Riverswim(0.9, blind=True),
     "dosing-0": lambda: Dosing(varying=False),
     "dosing-1": lambda: Dosing(varying=True),
-    "halfcheetah": lambda: Gymnasium("HalfCheetah-v5"),
-    "halfcheetah-clock": lambda: PlanarRobot("HalfCheetah-v5", period=0.25),
-    "hopper": lambda: Gymnasium("Hopper-v5"),
-    "hopper-trunk": lambda: PlanarRobot("Hopper-v5", trunk=True, stiffness=2.0),
+    "halfcheetah-clock": lambda: PlanarRobot("HalfCheetah-v5", 1000, 10.0, period=0.25),
+    "hopper-trunk": lambda: PlanarRobot("Hopper-v5", 1000, 10.0, trunk=True, stiffness=2.0),
 }
 """How to make each environment, by its name in a recipe."""
 
@@ -398,7 +293,5 @@ def make_environment(name: str) -> Environment:
         DprlhfError: the name is unknown, or a package is missing.
     """
     if name not in ENVIRONMENTS:
-        near = nearest(name, ENVIRONMENTS)
-        hint = f"did you mean '{near}'? There" if near else "there"
-        raise DprlhfError(f"environment '{name}' is unknown; {hint} are: {', '.join(ENVIRONMENTS)}")
+        raise DprlhfError(f"environment '{name}' is unknown; there are: {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name]()

@@ -2,86 +2,67 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.errors import DprlhfError, extra, one_line
+from dprlhf.errors import extra
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
+class _Uniforms:
+    """Stands in for the generator of an environment's reset: gives a user's own numbers."""
+
+    def __init__(self, numbers: Array) -> None:
+        self.numbers = numbers
+
+    def uniform(self, low: float, high: float, size: tuple[int]) -> Array:
+        """Return the numbers, from (0, 1) to (low, high)."""
+        return low + (high - low) * self.numbers
+
+
 @dataclass
 class Gymnasium:
-    """Any Gymnasium environment, one instance a trajectory (a loop: its steps are in C).
+    """A task of Gymnasium, one instance a trajectory.
 
     Attributes:
-        name: Gymnasium's registered name, for example ``HalfCheetah-v5``.
-        reward_range: Bound R on a step's reward; rewards are clipped to [−R, R].
+        name: Gymnasium's registered name, for example ``CartPole-v1``.
         horizon: Largest number of steps of an episode.
-
-    Raises:
-        DprlhfError: Gymnasium or MuJoCo is missing, the name is unknown, or the action space is
-            neither discrete nor a box of one axis.
+        reward_range: Bound R on a step's reward; rewards are clipped to [−R, R].
+        reset_draws: Uniform numbers of a reset; one is the seed of the environment's own.
+        make: Makes an instance, in place of ``gymnasium.make``.
     """
 
     name: str
-    reward_range: float = 10.0
-    horizon: int = 1000
+    horizon: int
+    reward_range: float
     reset_draws: int = 1
     step_draws: int = 0
-    size: int = field(init=False)
-    actions: int = field(init=False)
-    continuous: bool = field(init=False)
     make: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Build one environment, to learn its spaces."""
-        self._idle: list[Any] = []
+        """Make one instance, to learn its spaces."""
         with extra("papers", self.name):
             import gymnasium
-            from gymnasium import spaces
-        try:
-            with extra("papers", self.name):
-                first = self._new()
-        except gymnasium.error.DependencyNotInstalled as missing:
-            raise DprlhfError(f'{missing}: pip install "dprlhf[papers]"') from None
-        except gymnasium.error.Error as problem:
-            raise DprlhfError(f"{self.name}: {one_line(problem, None)}") from None
-        seen, acted = first.observation_space, first.action_space
-        self._idle.append(first)
-        if not isinstance(seen, spaces.Box) or len(seen.shape) != 1:
-            raise DprlhfError(f"{self.name}: observations are {seen}, not a vector of numbers")
-        if isinstance(acted, spaces.Discrete):
-            self.continuous, self.actions = False, int(acted.n)
-        elif isinstance(acted, spaces.Box) and len(acted.shape) == 1:
-            self.continuous, self.actions = True, acted.shape[0]
-            self._low, self._high = acted.low, acted.high
-        else:
-            raise DprlhfError(
-                f"{self.name}: the action space {acted} cannot be served: policies here give one of"
-                " n actions, or a vector of numbers"
-            )
-        self.size = seen.shape[0]
-        self._nothing = np.zeros(self.size)
-
-    def _new(self) -> Any:
-        import gymnasium
-
-        if self.make is not None:
-            return self.make()
-        with contextlib.suppress(ImportError):
             import mujoco
-
-            # Else a notice of the model compiler goes to a file in the current folder.
-            mujoco.set_mju_user_warning(lambda text: None)
-        return gymnasium.make(self.name, disable_env_checker=True).unwrapped
+        # Else a notice of the model compiler goes to a file in the current folder.
+        mujoco.set_mju_user_warning(lambda text: None)
+        self._make = self.make or (
+            lambda: gymnasium.make(self.name, disable_env_checker=True).unwrapped
+        )
+        first = self._make()
+        self._idle = [first]
+        self._box = None if hasattr(first.action_space, "n") else first.action_space
+        self.continuous = self._box is not None
+        self.actions = int(first.action_space.shape[0] if self._box else first.action_space.n)
+        self.size = int(first.observation_space.shape[0])
+        self._nothing = np.zeros(self.size)
 
     def reset(self, uniforms: Array) -> list[Any]:
         """Return a list of environments, observations and whether the episode is over, one each.
@@ -89,10 +70,14 @@ class Gymnasium:
         An environment that raised is None from then on: broken, it could fail another user.
         """
         state = []
-        for u in uniforms[:, 0]:
-            env = self._idle.pop() if self._idle else self._new()
+        for numbers in uniforms:
+            env = self._idle.pop() if self._idle else self._make()
             try:
-                seen, _ = env.reset(seed=int(u * 2**31))
+                if self.reset_draws > 1:
+                    env.np_random = _Uniforms(numbers)
+                    seen, _ = env.reset()
+                else:
+                    seen, _ = env.reset(seed=int(numbers[0] * 2**31))
                 state.append([env, np.asarray(seen, dtype=np.float64), False])
             except Exception:
                 state.append([None, self._nothing, True])
@@ -113,7 +98,7 @@ class Gymnasium:
                 rewards[number] = math.nan
                 continue
             action: Any = actions[number]
-            action = np.clip(action, self._low, self._high) if self.continuous else int(action)
+            action = np.clip(action, self._box.low, self._box.high) if self._box else int(action)
             try:
                 seen, reward, terminated, truncated, _ = env.step(action)
                 row[1] = np.asarray(seen, dtype=np.float64)

@@ -13,14 +13,14 @@ import numpy as np
 
 from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
 from dprlhf.papers.control.policies import Array
-from dprlhf.papers.control.run_rows import Found
+from dprlhf.papers.control.run_rows import MeasuredRow
 from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
 from dprlhf.papers.errata import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.runs.measurements import Result, write_results
 
 
-def write(found: dict[str, list[Found]], out: Path, command: str, seeds: int) -> str:
+def write(found: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
     """Write ``results/control.json``, ``results/control.md`` and the plots, and return the table.
 
     Args:
@@ -40,7 +40,7 @@ def write(found: dict[str, list[Found]], out: Path, command: str, seeds: int) ->
     return text
 
 
-def rows_of(found: Sequence[Found], command: str) -> list[Result]:
+def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
     """Return a result of each row, with its standard deviation, and the fitted slopes."""
     results = []
     for row in found:
@@ -84,7 +84,7 @@ def rows_of(found: Sequence[Found], command: str) -> list[Result]:
     return results
 
 
-def best_ucbvi(found: Sequence[Found], group: str, epsilon: float) -> Found | None:
+def best_ucbvi(found: Sequence[MeasuredRow], group: str, epsilon: float) -> MeasuredRow | None:
     """Return the UCB-VI row of a group with the least regret, over mechanisms and bonuses."""
     rows = [
         row
@@ -95,7 +95,7 @@ def best_ucbvi(found: Sequence[Found], group: str, epsilon: float) -> Found | No
     return min(rows, key=lambda row: float(row.values.mean()), default=None)
 
 
-def _regret_ratios(found: Sequence[Found], command: str) -> list[Result]:
+def _regret_ratios(found: Sequence[MeasuredRow], command: str) -> list[Result]:
     results = []
     for row in found:
         if row.row.kind != "regret" or not row.runs:
@@ -115,7 +115,7 @@ def _regret_ratios(found: Sequence[Found], command: str) -> list[Result]:
     return results
 
 
-def slopes(found: Sequence[Found]) -> list[tuple[str, float, float, float, float]]:
+def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float, float]]:
     """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N, it).
 
     The slope is NaN where fewer than three N were not refused.
@@ -133,7 +133,7 @@ def slopes(found: Sequence[Found]) -> list[tuple[str, float, float, float, float
     return out
 
 
-def _bandit_line(found: Sequence[Found], update: str, epsilon: float) -> tuple[Array, Array]:
+def _bandit_line(found: Sequence[MeasuredRow], update: str, epsilon: float) -> tuple[Array, Array]:
     users, means = [], []
     for row in found:
         settings = row.row.settings
@@ -146,7 +146,7 @@ def _bandit_line(found: Sequence[Found], update: str, epsilon: float) -> tuple[A
     return np.array(users), np.array(means)
 
 
-def markdown(found: dict[str, list[Found]], seeds: int) -> str:
+def markdown(found: dict[str, list[MeasuredRow]], seeds: int) -> str:
     """Return the tables, what was measured beside what the papers print."""
     lines = [
         "# Control, dosing and bandits: measured",
@@ -192,13 +192,13 @@ def markdown(found: dict[str, list[Found]], seeds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _terms(row: Found) -> str:
+def _terms(row: MeasuredRow) -> str:
     """Return δ, adjacency and partition of a row."""
     first = row.runs[0]
     return f"{first['delta']:g}, {first['adjacency']}, {first['partition']}"
 
 
-def _line(row: Found, rows: list[Found], usual: str) -> str:
+def _line(row: MeasuredRow, rows: list[MeasuredRow], usual: str) -> str:
     """Return a row of a table, with its terms where they are not the table's ``usual`` ones."""
     first, values = row.runs[0], row.values
     epsilon = first["epsilon"]
@@ -224,8 +224,8 @@ def _epsilon(value: float) -> str:
     return "∞" if math.isinf(value) else f"{value:g}"
 
 
-def plots(found: Sequence[Found], images: Path) -> None:
-    """Draw learning curves, return against ε, regret, sample complexity and ε(z)."""
+def plots(found: Sequence[MeasuredRow], images: Path) -> None:
+    """Draw learning curves, regret, sample complexity and ε(z)."""
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -237,13 +237,12 @@ def plots(found: Sequence[Found], images: Path) -> None:
         plt.close(figure)
 
     save("control_curves.png", lambda axes: _curves(axes, found), 12, 3)
-    save("control_epsilon.png", lambda axes: _by_epsilon(axes, found), 9, 2)
     save("control_regret.png", lambda axes: _regret(axes, found), 9, 2)
     save("control_bandits.png", lambda axes: _bandits(axes, found), 13, len(BANDIT_EPSILONS))
     save("control_epsilon_of_z.png", _epsilon_of_z, 5, 1)
 
 
-def _band(axis: Any, row: Found, label: str) -> None:
+def _band(axis: Any, row: MeasuredRow, label: str) -> None:
     lines = np.array([run["curve"] for run in row.runs])
     if lines.ndim != 3 or not lines.shape[1]:
         return
@@ -254,7 +253,7 @@ def _band(axis: Any, row: Found, label: str) -> None:
     axis.fill_between(x, y.mean(0) - half, y.mean(0) + half, alpha=0.2)
 
 
-def _curves(axes: Any, found: Sequence[Found]) -> bool:
+def _curves(axes: Any, found: Sequence[MeasuredRow]) -> bool:
     drawn = False
     groups = (
         ("CartPole", ("cartpole/pg/log", "cartpole/npg/log")),
@@ -275,36 +274,7 @@ def _curves(axes: Any, found: Sequence[Found]) -> bool:
     return drawn
 
 
-def _by_epsilon(axes: Any, found: Sequence[Found]) -> bool:
-    drawn = False
-    for axis, task in zip(axes, ("cartpole", "acrobot"), strict=True):
-        rows = [r for r in found if r.row.name.startswith(f"{task}/curve/") and r.runs]
-        finite = [r for r in rows if r.runs[0]["epsilon"] != "infinity"]
-        if not finite:
-            continue
-        drawn = True
-        x = [float(r.runs[0]["epsilon"]) for r in finite]
-        axis.errorbar(
-            x, [r.values.mean() for r in finite], [r.values.std() for r in finite],
-            fmt="o-", ms=3, lw=1, capsize=2, label="DP-PG, random allocation",
-        )  # fmt: skip
-        for row in rows:
-            if row.runs[0]["epsilon"] == "infinity":
-                axis.axhline(row.values.mean(), color="k", ls="--", lw=1, label="no privacy")
-        numbers = {"cartpole": {1.0: 496.4, 3.0: 375.5}, "acrobot": {1.0: -83.0, 3.0: -89.8}}
-        for number, (z, value) in enumerate(numbers[task].items()):
-            label = "Rio et al., exact ε" if not number else None
-            axis.plot(gaussian_epsilon(z, 1e-5), value, "s", color="C3", ms=4, label=label)
-        axis.set_xscale("log")
-        axis.set_title(task, fontsize=9)
-        axis.set_xlabel("ε at δ = 1e-5")
-        axis.set_ylabel("return")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    return drawn
-
-
-def _regret(axes: Any, found: Sequence[Found]) -> bool:
+def _regret(axes: Any, found: Sequence[MeasuredRow]) -> bool:
     drawn = False
     for axis, group in zip(axes, ("riverswim-0.6", "riverswim-0.9"), strict=True):
         for epsilon in (1.0, 5.0):
@@ -327,7 +297,7 @@ def _regret(axes: Any, found: Sequence[Found]) -> bool:
     return drawn
 
 
-def _bandits(axes: Any, found: Sequence[Found]) -> bool:
+def _bandits(axes: Any, found: Sequence[MeasuredRow]) -> bool:
     drawn = False
     for axis, epsilon in zip(axes, BANDIT_EPSILONS, strict=True):
         for number, update in enumerate(BANDIT_UPDATES):

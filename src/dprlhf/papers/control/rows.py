@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.papers.control.policies import Array, TrajectoryPolicy
+from dprlhf.papers.control.policies import Array, ScoredPolicy
 from dprlhf.papers.control.trajectories import Trajectories
 
 
@@ -78,7 +78,7 @@ class ControlPolicy:
         theta: Parameters θ, ``[d]``, float64; the optimizer moves them.
     """
 
-    form: TrajectoryPolicy
+    form: ScoredPolicy
     theta: torch.Tensor
 
     @property

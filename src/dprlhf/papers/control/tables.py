@@ -1,4 +1,7 @@
-"""The rows of the papers' tables: what is run, beside the figures that the papers print."""
+"""The rows of the papers' tables: what is run, beside the figures that the papers print.
+
+:mod:`dprlhf.papers.control.run_rows` runs them.
+"""
 
 from __future__ import annotations
 

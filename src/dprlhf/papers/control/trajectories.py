@@ -6,10 +6,8 @@ chunk, so that no user rounds another's numbers (see :mod:`dprlhf.rollout`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +17,6 @@ from dprlhf.papers.control.environments import Environment
 from dprlhf.papers.control.gym import Gymnasium
 from dprlhf.papers.control.policies import Array, TrajectoryPolicy
 from dprlhf.privacy.partition import Allocation
-from dprlhf.runs.folder import append_secret
 
 CHUNK = 64
 """Trajectories simulated together."""
@@ -39,8 +36,6 @@ class Trajectories:
         terminated: Whether the episode ended by itself, not by a time limit, ``[chunk]``.
         choice: ±1 at the direction along which a user moved its parameters and 0 elsewhere,
             ``[chunk, directions]``.
-        out_of_range: Number of rewards outside [−R, R]; computed from users, for secret telemetry.
-        failed: Number of users whose environment failed; computed from users, for secret telemetry.
     """
 
     users: int
@@ -50,8 +45,6 @@ class Trajectories:
     steps: NDArray[np.int64]
     terminated: NDArray[np.bool_]
     choice: Array
-    out_of_range: int = 0
-    failed: int = 0
 
     @property
     def mask(self) -> NDArray[np.bool_]:
@@ -114,20 +107,6 @@ def evaluate(
     """Return the returns of fresh trajectories, ``[episodes]``; they are no user's, so public."""
     chunks = simulate(environment, policy, theta, [(*seed, i) for i in range(episodes)])
     return np.concatenate([chunk.returns[: chunk.users] for chunk in chunks])
-
-
-def record(folder: Path, round_: int, trajectories: Private[list[Trajectories]]) -> None:
-    """Append the round's counts to ``secret/telemetry.jsonl``: they are computed from users."""
-    chunks = open_private(trajectories)
-    secret = folder / "secret"
-    secret.mkdir(mode=0o700, parents=True, exist_ok=True)
-    counts = {
-        "round": round_,
-        "users": sum(chunk.users for chunk in chunks),
-        "failed": sum(chunk.failed for chunk in chunks),
-        "rewards_out_of_range": sum(chunk.out_of_range for chunk in chunks),
-    }
-    append_secret(secret / "telemetry.jsonl", json.dumps(counts) + "\n")
 
 
 def _chunk(
@@ -209,6 +188,4 @@ def _without_failures(taken: Trajectories, limit: float) -> Trajectories:
         steps=np.where(broken, 0, taken.steps),
         terminated=taken.terminated & ~broken,
         choice=np.where(broken[:, None], 0.0, taken.choice),
-        out_of_range=int((np.abs(rewards[~broken]) > limit).sum()),
-        failed=int(broken.sum()),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ import torch
 from dprlhf import recipe
 from dprlhf.boundary import Private, Released, open_released
 from dprlhf.gradients.clipping import clipped_vectors
-from dprlhf.papers.control.policies import Array, TabularSoftmax, TrajectoryPolicy
+from dprlhf.papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
 from dprlhf.papers.control.rows import ControlPolicy, TrajectoryRows
-from dprlhf.papers.control.settings import NPG, PG, PGPE, Advantage
+from dprlhf.papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
 from dprlhf.papers.control.trajectories import Trajectories
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
@@ -46,24 +46,6 @@ class AdvantagesNPG(recipe.NPG):
     """The settings of DP-NPG where the scores of rows are advantages already."""
 
     baseline: Literal["none"] = "none"  # type: ignore[assignment]
-
-
-class TrajectoryRound(PrivateRound[ControlPolicy, TrajectoryRows]):
-    """A round as the language models' updates take it, over trajectories.
-
-    Attributes:
-        regularizer: Gradient of a regularizer that depends on no user, ``[d]``; the step adds it to
-            what was released.
-    """
-
-    regularizer: torch.Tensor | None = None
-
-    def step(self, direction: Released[torch.Tensor]) -> None:
-        """Let the optimizer ascend along a released direction, ``[d]``."""
-        public = self.regularizer
-        if public is not None:
-            direction = direction.map(lambda released: released + public)
-        super().step(direction)
 
 
 @dataclass(repr=False, eq=False)
@@ -132,11 +114,13 @@ class ControlRound:
         )
         return self.gate.release(self.number, clipped.bounded)
 
-    def as_rows(self, spec: Advantage, *, by_step: bool) -> TrajectoryRound:
+    def as_rows(
+        self, spec: Advantage, *, by_step: bool
+    ) -> PrivateRound[ControlPolicy, TrajectoryRows]:
         """Return the round as the language models' updates take it, with advantages as scores."""
         rows = self.trajectories.map(lambda chunks: TrajectoryRows(chunks, by_step))
-        return TrajectoryRound(
-            policy=ControlPolicy(self.policy, self.theta),
+        return PrivateRound(
+            policy=ControlPolicy(cast(ScoredPolicy, self.policy), self.theta),
             responses=rows,
             scores=rows.map(_scores, advantages(self, spec)),
             plan=self.plan,
@@ -153,28 +137,15 @@ def _scores(rows: TrajectoryRows, values: list[Array]) -> Scores:
     return Scores(rows.take(values), np.ones(len(rows.user), dtype=bool), {})
 
 
-def pg(round_: ControlRound, spec: PG) -> None:
+def pg(round_: ControlRound, spec: TrajectoryPG) -> None:
     """Run DP-PG (He & Zhou, Algorithm 2), each user with the sum over its trajectory's steps."""
     rows = round_.as_rows(spec.advantage, by_step=False)
-    if spec.log_barrier and isinstance(round_.policy, TabularSoftmax):
-        barrier = round_.policy.log_barrier_gradient(round_.parameters, spec.log_barrier)
-        rows.regularizer = torch.from_numpy(barrier)
     policy_gradient(rows, AdvantagesPG(clip_norm=spec.clip_norm))
 
 
-def npg(round_: ControlRound, spec: NPG) -> None:
+def npg(round_: ControlRound, spec: TrajectoryNPG) -> None:
     """Run DP-NPG (He & Zhou, Algorithm 3), each user with the mean over its trajectory's steps."""
-    oracle = recipe.Oracle(
-        name=spec.oracle,
-        steps=spec.steps,
-        step_size=spec.step_size,
-        radius=spec.radius,
-        target_bound=spec.target_bound,
-        ridge=spec.ridge,
-        damping=spec.damping,
-        gain=spec.gain,
-    )
-    settings = AdvantagesNPG(name="npg", clip_norm=spec.clip_norm, oracle=oracle)
+    settings = AdvantagesNPG(name="npg", clip_norm=spec.clip_norm, oracle=spec.oracle)
     npg_on_rows(round_.as_rows(spec.advantage, by_step=True), settings)
 
 
@@ -195,7 +166,7 @@ def pgpe(round_: ControlRound, spec: PGPE) -> None:
     moves, of_return = round_.release(rows, count, extra, share).split([count, 1 if share else 0])
     if share:
         seen = baseline + spec.spread * float(open_released(of_return, "pgpe")) / size
-        round_.memory["return"] = spec.momentum * baseline + (1 - spec.momentum) * seen
+        round_.memory["return"] = (baseline + seen) / 2
     direction = moves.map(lambda mean: torch.from_numpy(directions).T @ mean / spec.perturb)
     ascend([round_.theta], round_.optimizer, direction)
 
@@ -220,11 +191,8 @@ def advantages(round_: ControlRound, spec: Advantage) -> Private[list[Array]]:
 
 def _advantages(chunks: list[Trajectories], spec: Advantage) -> list[Array]:
     values = [discounted(chunk, spec.discount, spec.reference) for chunk in chunks]
-    pairs = list(zip(chunks, values, strict=True))
-    if spec.baseline == "own":
-        means = [v.sum(1, keepdims=True) / np.maximum(c.steps, 1)[:, None] for c, v in pairs]
-        return [np.where(c.mask, v - m, 0.0) for (c, v), m in zip(pairs, means, strict=True)]
     if spec.baseline == "batch":  # not private: one user's return moves all others' advantages
+        pairs = list(zip(chunks, values, strict=True))
         taken = np.concatenate([np.zeros(0), *(value[chunk.mask] for chunk, value in pairs)])
         middle, width = (taken.mean(), taken.std() + 1e-8) if len(taken) else (0.0, 1.0)
         return [np.where(chunk.mask, (value - middle) / width, 0.0) for chunk, value in pairs]
