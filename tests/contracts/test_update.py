@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
@@ -29,7 +30,7 @@ from dprlhf.training.build import open_run
 from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Batch, Run
 from dprlhf.updates import UPDATES, PrivateRound
-from helpers import tiny
+from helpers import families, tiny
 from helpers.marks import slow
 from helpers.rounds import value_of
 from helpers.runs import ADAPTER, save_sharp, train
@@ -325,6 +326,44 @@ def test_a_later_round_moves_by_each_user_alone_whatever_the_options(
             faults[options] = faults_of(spec, RunFolder(tmp_path / str(number)))
     assert sum(SILENT in of_recipe for of_recipe in faults.values()) < len(faults) / 3
     assert not (wrong := [(f - {SILENT}, at) for at, f in faults.items() if f - {SILENT}]), wrong
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "update__name": "pg",
+            "kl__beta": 0.2,
+            "kl__level": "token",
+            "data__max_prompts_per_user": 2,
+        },
+        slow({"update__name": "grpo", "update__batch_size": 2, "rollout__responses": 4}),
+        slow({"update__name": "ppo", "rollout__base_policy": "reference"}),
+        slow({"update__name": "rebel", "kl__beta": 0.2}),
+    ],
+    ids=lambda options: options["update__name"],
+)
+def test_experts_get_the_rows_of_one_user_in_a_pass(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that add the mean over all rows of a pass move no other user's contribution."""
+    tiny.tokenizer().save_pretrained(tmp_path)
+    families.model("mixtral").save_pretrained(tmp_path)
+    experts = MixtralSparseMoeBlock.forward
+
+    def coupled(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return experts(block, x) + x.mean((0, 1))
+
+    monkeypatch.setattr(MixtralSparseMoeBlock, "forward", coupled)
+    monkeypatch.setattr("dprlhf.training.layout._check_padding", lambda *given: None)
+    monkeypatch.setattr("dprlhf.training.made_up_rounds.check_padding", lambda *given: None)
+    given = {
+        "model": str(tmp_path), "rounds": 2, "epsilon": 8.0, "data__user_column": "user",
+        "data__max_prompt_tokens": 16, "rollout__max_new_tokens": 3,
+        "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["q_proj"]},
+    }  # fmt: skip
+    spec = recipe_of(None, (), given | options, users_in_memory())
+    assert faults_of(spec, RunFolder(tmp_path / "run")) == set()
 
 
 # --- whole runs ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, train
 from dprlhf.policies.adapters import adapter_rollback
@@ -19,7 +19,7 @@ from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy, make_policy
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import Adapter, Policy, load_recipe
-from helpers import runs, tiny
+from helpers import families, runs, tiny
 
 KINDS = ("gpt2", "llama")
 HIDDEN, LAYERS = 32, 2
@@ -57,24 +57,20 @@ def make(
     return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
 
 
-def test_a_mixture_of_experts_is_refused_as_it_is_loaded(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_has_one_user_a_pass(tmp_path: Path) -> None:
     """Whatever trains it: a user's tokens decide the shapes of the experts' products."""
-    moe = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=257, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-            num_attention_heads=1, num_key_value_heads=1, num_local_experts=2,
-        )
-    )  # fmt: skip
     adapter = Adapter(type="lora", target_modules=["q_proj"])
-    moe.save_pretrained(tmp_path)
-    with pytest.raises(DprlhfError, match=r"layers\.0\.mlp' .* mixes the users of a batch"):
-        make_policy(moe, tiny.tokenizer(), adapter)
+    families.model("mixtral").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     spec = Policy(model_name_or_path=str(tmp_path), adapter=adapter)
-    with pytest.raises(DprlhfError, match="mixes the users of a batch"):
-        load_policy(spec)
-    with pytest.raises(DprlhfError, match="mixes the users of a batch"):
-        load_reward_model(spec, None)
+    for policy in (load_policy(spec), load_reward_model(spec, None)):
+        assert "layers.0.mlp' " in str(policy.mixes_rows)
+        assert policy.one_user_a_pass == policy.mixes_rows
+    assert make_policy(tiny.model("llama"), tiny.tokenizer(), adapter).mixes_rows is None
+    both = families.model("mixtral")
+    both.model.norm = torch.nn.BatchNorm1d(8)
+    with pytest.raises(DprlhfError, match=r"norm' .* mixes the users of a batch: it normalises"):
+        make_policy(both, tiny.tokenizer(), adapter)
 
 
 @pytest.mark.parametrize("type_", sorted(GPT2))

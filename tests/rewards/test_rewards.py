@@ -468,7 +468,9 @@ def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = bert(tmp_path, ["reward"])
-    monkeypatch.setattr("dprlhf.rewards.classifier.mixing_layer", lambda model: ("'moe'", "mixes"))
+    monkeypatch.setattr(
+        "dprlhf.rewards.classifier.mixing_layers", lambda model: [("'moe'", "mixes")]
+    )
     assert load_reward(recipe.Reward(classifier=str(folder))).per_user
 
 

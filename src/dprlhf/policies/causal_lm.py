@@ -50,6 +50,8 @@ class CausalLMPolicy:
         chat_template_kwargs: Further arguments of the chat template.
         is_base: Whether the adapter is off, inside :meth:`base`.
         tools: The functions that the chat template shows to the model; empty for none.
+        mixes_rows: Why every pass, of sampling and log-probabilities too, has the rows of one user:
+            a mixture of experts; None where a pass may have several users.
         one_user_a_pass: Why the gradients of several users cannot be taken in one pass, such as a
             layer that the gradient engine does not know; None where they can.
         sampler: The way to sample responses of several turns, a
@@ -66,7 +68,7 @@ class CausalLMPolicy:
         temperature: float = 1.0,
         sampling: Sampling | None = None,
     ) -> None:
-        refuse_mixing(model)
+        self.mixes_rows = refuse_mixing(model, alone=True)
         self.model = model.eval()
         keep_unpacked(model)
         self.tokenizer = tokenizer
@@ -79,7 +81,7 @@ class CausalLMPolicy:
         self.is_base = False
         self.tools: Sequence[Any] = ()
         self.sampler: Any = None
-        self.one_user_a_pass: str | None = None
+        self.one_user_a_pass = self.mixes_rows
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dimension = sum(p.numel() for p in self.parameters.values())
         # torch multiplies a sliced (non-contiguous) batch by the vocabulary as one bmm, for which

@@ -200,7 +200,7 @@ def make_policy(
     keep_unpacked(model)  # before its first pass
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
-    refuse_mixing(model)  # before PEFT says what such a model has no default for
+    refuse_mixing(model, alone=True)  # before PEFT says what such a model has no default for
     if adapter.type == "full":
         from dprlhf.policies.whole import WholePolicy
 

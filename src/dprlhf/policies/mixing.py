@@ -1,7 +1,8 @@
-"""Layers that mix the rows of a batch, with which no user's influence can be bounded."""
+"""Layers that mix the rows of a pass: a pass has one user, or no user's influence is bounded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -9,8 +10,8 @@ from torch import nn
 from dprlhf.errors import DprlhfError
 
 
-def mixing_layer(model: nn.Module) -> tuple[str, str] | None:
-    """Return the path of a layer whose output for a row depends on other rows, and how it does.
+def mixing_layers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the path of each layer whose output for a row depends on other rows, and how it does.
 
     Batch norm normalises by the batch. A mixture of experts groups the tokens of a batch by expert:
     a matrix product then has a shape, and with it a rounding, that all users decide together. The
@@ -21,24 +22,23 @@ def mixing_layer(model: nn.Module) -> tuple[str, str] | None:
     Args:
         model: Any module; its submodules are looked at, too.
 
-    Returns:
-        The layer's path with its class, and the end of a sentence about it; None without such a
-        layer.
+    Yields:
+        The layer's path with its class, and the end of a sentence about it.
     """
     method = _quantised_by(model)
     if method not in (None, "bitsandbytes"):
-        return f"the model ({type(model).__name__})", _SCALES.format(method)
+        yield f"the model ({type(model).__name__})", _SCALES.format(method)
     for path, module in model.named_modules():
         name = f"'{path}' ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return name, "normalises by the batch"
+            yield name, "normalises by the batch"
         if "experts" in dict(module.named_children()) or "Experts" in type(module).__name__:
-            return name, "sends the tokens of a batch through its experts together"
+            yield name, _EXPERTS
         if getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
-            return name, _OUTLIERS
-    return None
+            yield name, _OUTLIERS
 
 
+_EXPERTS = "sends the tokens of a batch through its experts together"
 _SCALES = (
     "is quantised by {}, and whether a scale is taken from the batch is not known (bitsandbytes is"
     " known)"
@@ -58,15 +58,26 @@ def _quantised_by(model: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def refuse_mixing(model: nn.Module) -> None:
-    """Refuse a model in which one row's values depend on the other rows of its batch.
+def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:
+    """Refuse a model in which one row's values depend on the other rows of its pass.
+
+    Args:
+        model: The model.
+        alone: Whether experts are no reason: the rows of a pass are those of one user, who then
+            decides its shapes alone. The other layers may keep something from pass to pass.
+
+    Returns:
+        Why a pass must have one user; None where it may have several.
 
     Raises:
         DprlhfError: It has such a layer; the message names it.
     """
-    if found := mixing_layer(model):
-        name, how = found
-        raise DprlhfError(
-            f"{name} mixes the users of a batch: it {how}, so one user's influence cannot be"
-            " bounded; choose a model without such layers"
-        )
+    reason = None
+    for name, how in mixing_layers(model):
+        if not (alone and how == _EXPERTS):
+            raise DprlhfError(
+                f"{name} mixes the users of a batch: it {how}, so one user's influence cannot be"
+                " bounded; choose a model without such layers"
+            )
+        reason = reason or f"{name} {how}"
+    return reason

@@ -19,7 +19,7 @@ from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.causal_lm import first_position, positions
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
-from dprlhf.policies.mixing import mixing_layer
+from dprlhf.policies.mixing import mixing_layers
 from dprlhf.rewards.reward import suggestion, type_and_message
 
 Text = Literal["prompt+completion", "completion"]
@@ -82,7 +82,7 @@ class ClassifierReward:
             source = _name_of(model)
         self.__name__ = source
         # A mixture of experts couples the texts of a batch.
-        self.dprlhf_per_user = mixing_layer(model) is not None
+        self.dprlhf_per_user = any(mixing_layers(model))
         self._label = _label_index(model.config, source, label)
         self._text = _known_text(text, source)
         self._batch_size = batch_size

@@ -11,6 +11,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import Responses
 from dprlhf.rollout.batch import in_batches
+from dprlhf.rollout.sampling import prompts_at_once
 
 Array = NDArray[np.float64]
 
@@ -51,6 +52,8 @@ def token_logprobs(
         responses.num_generations, responses.width, responses.max_new_tokens
     )
     size = max(1, batch_size // shared_rows) * shared_rows
+    if policy.mixes_rows:
+        size = prompts_at_once(policy, batch_size, max(1, responses.grid.shape[2]))[1]
     for rows in in_batches(responses.grid.ravel(), size):
         tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
         logprobs = policy.response_logprobs(

@@ -342,16 +342,19 @@ def draws_of(
     return torch.from_numpy(np.array(draws).reshape(-1, k, max_new_tokens))
 
 
-def prompts_at_once(batch_size: int, num_generations: int) -> tuple[int, int]:
+def prompts_at_once(
+    policy: CausalLMPolicy, batch_size: int, num_generations: int
+) -> tuple[int, int]:
     """Return how many prompts a micro-batch of sampling has, and how many responses to each.
 
     Args:
+        policy: The policy; one that mixes the rows of a pass takes one prompt, which is one user's.
         batch_size: Largest number of responses in a micro-batch.
         num_generations: Number of responses to a prompt from one policy.
     """
     limit = min(num_generations, batch_size)
     together = max(c for c in range(1, limit + 1) if num_generations % c == 0)
-    return batch_size // together, together
+    return (1 if policy.mixes_rows else batch_size // together), together
 
 
 def generate_rows(
@@ -385,7 +388,7 @@ def generate_rows(
     assert spec.batch_size != "auto", (
         "resolve_batch_size() turns auto into a number, once for a run"
     )
-    size, together = prompts_at_once(spec.batch_size, num_generations)
+    size, together = prompts_at_once(policy, spec.batch_size, num_generations)
     parts = num_generations // together
     of_parts = np.arange(parts) + parts * places[:, None]
     groups = F.pad(draws.reshape(-1, together, max_new_tokens), (0, 0, 0, 0, 0, 1), value=0.5)

@@ -174,6 +174,11 @@ def _refuse(policy: CausalLMPolicy) -> None:
             "rollout.backend vllm loads LoRA adapters only (policy.adapter.type lora or"
             " ffa-lora); for others take rollout.backend: transformers"
         )
+    if policy.mixes_rows:
+        raise DprlhfError(
+            f"rollout.backend vllm: {policy.mixes_rows}, and vllm samples many users in a pass;"
+            " take rollout.backend: transformers"
+        )
     if policy.model.get_input_embeddings().weight.dtype != torch.bfloat16:
         raise DprlhfError("rollout.backend vllm needs policy.dtype: bfloat16, its adapters' type")
     if not _COOLEST <= policy.temperature <= _HOTTEST:

@@ -62,10 +62,8 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
         check_gradients(policy, shapes)
         if policy.one_user_a_pass is not None and processes.main:
             reason = policy.one_user_a_pass
-            print(
-                f"dprlhf: each user is differentiated alone, which is slower: {reason}",
-                file=sys.stderr,
-            )
+            done = "in passes of its own" if policy.mixes_rows else "differentiated alone"
+            print(f"dprlhf: each user is {done}, which is slower: {reason}", file=sys.stderr)
         problem = _problem(policy, shapes)
     if float(processes.sum(torch.tensor([float(problem is not None)], dtype=torch.float64))):
         raise problem or DprlhfError("another process could not keep to the run's shapes")
@@ -171,7 +169,9 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
     """Try the last step of sampling, and a user with many prompts."""
     if shapes.rollout is not None:
         with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
-            size, together = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
+            size, together = prompts_at_once(
+                policy, sampled_rows(shapes.rollout), shapes.sampled_together
+            )
             sizes = {"size": size, "width": shapes.prompt, "num_generations": together}
             try_last_step(
                 policy,
@@ -181,9 +181,10 @@ def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
             )
         if shapes.rollout.agent is not None:
             with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
+                size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), 1)
                 try_last_step(
                     policy,
-                    size=sampled_rows(shapes.rollout),
+                    size=size,
                     width=shapes.prompt + shapes.response,
                     num_generations=1,
                     max_new_tokens=shapes.response,
@@ -234,12 +235,12 @@ def _first_dependent_phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None
     """Return the first phase in which a row changes with what the others contain, in words."""
     if shapes.rollout is not None:
         with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
-            size, _ = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
+            size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), shapes.sampled_together)
             if how := _dependence(size, lambda some: logits_of(policy, shapes, some)):
                 return f"sampling: {how}"
         if shapes.rollout.agent is not None:
             with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
-                size = sampled_rows(shapes.rollout)
+                size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), 1)
                 if how := _dependence(
                     size, lambda some: logits_of(policy, shapes, some, later=True)
                 ):

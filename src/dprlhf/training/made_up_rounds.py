@@ -98,10 +98,10 @@ def logits_of(
         later: Whether these are contexts of an agent's later turn, which has one response.
     """
     assert shapes.rollout is not None
-    size, together = prompts_at_once(sampled_rows(shapes.rollout), shapes.sampled_together)
-    width = shapes.prompt
+    together, width = shapes.sampled_together, shapes.prompt
     if later:
-        size, together, width = sampled_rows(shapes.rollout), 1, width + shapes.response
+        together, width = 1, width + shapes.response
+    size, together = prompts_at_once(policy, sampled_rows(shapes.rollout), together)
     steps = min(_STEPS, shapes.response)
     seen: list[torch.Tensor] = []
 
@@ -218,7 +218,7 @@ def contributions(
 
         quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
-        for batch in micro_batches(rows, size):
+        for batch in micro_batches(rows, size, alone=policy.mixes_rows is not None):
             yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0, None)]
     elif getattr(update, "least_squares", None) is not None:
         part = 2 if isinstance(update, recipe.REBEL) else 1

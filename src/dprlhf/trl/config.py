@@ -128,8 +128,8 @@ class PrivacyFields:
         """
         for name, default in defaults(type(self)).items():
             value = getattr(self, name)
-            # A command line turns "no" into False.
-            untouched = value == default or (default == "no" and value is False)
+            # A command line turns "no" into False; 0 and {} ask for as little as None.
+            untouched = value == default or (not value and default in (None, "no"))
             if self.trl_fields[name].kind == "refused" and not untouched:
                 raise DprlhfError(f"{name}={value!r}: {self.trl_fields[name].note}")
         _check_types(self)

@@ -231,7 +231,10 @@ GRPO: dict[str, Field] = COMMON | {
     ),
     "use_adaptive_entropy": Field("refused", _ENTROPY),
     "entropy_coef": Field("refused", _ENTROPY),
-    "router_aux_loss_coef": Field("refused", "a mixture of experts is refused: see model"),
+    "router_aux_loss_coef": Field(
+        "refused", "0 is taken: how experts share the tokens of a batch depends on all its users,"
+        " and mixtures of experts train without this loss",
+    ),
     "log_completions_hub_repo": Field("refused", "as log_completions"),
     "importance_sampling_level": Field("no effect", _ONE_STEP),
     "use_bias_correction_kl": Field("no effect", _ONE_STEP),
@@ -266,10 +269,10 @@ _RELEASE = "of private responses: each value would be a release of its own"
 
 ARGUMENTS: dict[str, Field] = {
     "model": Field(
-        "mapped", "a name, a folder or a model. Refused are mixtures of experts: the tokens of a"
-        " batch are grouped by expert, so that all users together decide the shape, and with it the"
-        " rounding, of the products in which each one's gradient is computed; also batch norm,"
-        " and encoder-decoders. A PeftModel is taken with one LoRA,"
+        "mapped", "a name, a folder or a model. A mixture of experts gets the rows of one user in"
+        " each pass, which is slower: of several users, all together would decide the shape, and"
+        " with it the rounding, of its experts' products. Refused are batch norm and"
+        " encoder-decoders. A PeftModel is taken with one LoRA,"
         " without DoRA or modules beside it, that has not been trained yet, and its A is drawn"
         " again",
     ),

@@ -92,7 +92,7 @@ class PrivateTrainer(Generic[C]):
     """
 
     config: ClassVar[type[Any]]
-    aux_loss_enabled: ClassVar[bool] = False  # TRL's name: no mixture of experts, no such loss
+    aux_loss_enabled: ClassVar[bool] = False  # TRL's name; router_aux_loss_coef is refused
     _default_folder: ClassVar[str]
 
     def __init__(

@@ -82,7 +82,9 @@ def _moves(
     if not responses.users:
         return
     bound = _radius(round_, spec)
-    for batch in micro_batches(responses, spec.batch_size):
+    for batch in micro_batches(
+        responses, spec.batch_size, alone=round_.policy.mixes_rows is not None
+    ):
         moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
         # A zero advantage is not enough: Adam's first moment would move the copy.
         of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
