@@ -50,7 +50,6 @@ KEPT = ROOT / "docs" / "results" / "demo.json"
 PUBLIC_ONLY = "demo: reward after public prompts alone"
 PUBLIC_ROWS = (
     "data.split=sentences", "privacy.epsilon=.inf", "update.clip_norm=.inf", "update.subspace=null",
-    "evaluation.log_probs=false",
 )  # fmt: skip
 """The demo with public sentences for users: neither noise nor clipping, nor a subspace for them."""
 SHOWN_FIRST = ("smollm2-135m", "community", "minilm")  # their three wheels come side by side

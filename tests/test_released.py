@@ -107,7 +107,7 @@ SPECS: dict[str, Any] = {
     "ppo": recipe.PPO(name="ppo"),
     "ppo, adam": recipe.PPO(name="ppo", local_optimizer="adam"),
     "rebel": recipe.REBEL(name="rebel"),
-    "rebel, gauss-newton": recipe.REBEL(name="rebel", solver="gauss-newton"),
+    "rebel, gauss-newton": recipe.REBEL(name="rebel", oracle=recipe.Oracle()),
     "npg": recipe.NPG(name="npg"),
 }
 

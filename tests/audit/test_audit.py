@@ -495,7 +495,7 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
 
 TESTED: dict[str, dict[str, Any]] = {
     "telemetry": {"update": {"name": "pg"}},
-    "several releases": {"update": {"name": "rebel", "solver": "gradient", "steps": 3}},
+    "several releases": {"update": {"name": "rebel", "steps": 3}},
     "sufficient statistics": {
         "update": {"name": "npg", "oracle": {"name": "sufficient-statistics"}}
     },

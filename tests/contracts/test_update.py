@@ -64,7 +64,7 @@ SPECS: dict[str, Any] = {
     "ppo": recipe.PPO(name="ppo", epochs=2, local_learning_rate=1.0),
     "ppo, adam": recipe.PPO(name="ppo", local_optimizer="adam", local_learning_rate=0.01),
     "rebel": recipe.REBEL(name="rebel", steps=2),
-    "rebel, gauss-newton": recipe.REBEL(name="rebel", solver="gauss-newton"),
+    "rebel, gauss-newton": recipe.REBEL(name="rebel", oracle=recipe.Oracle()),
     "npg": recipe.NPG(name="npg"),
     "npg, statistics": recipe.NPG(
         name="npg", oracle=recipe.Oracle(name="sufficient-statistics", sketch=16)

@@ -71,7 +71,6 @@ def settings(model: str) -> dict[str, Any]:
         "update__batch_size": 4,
         "update__clip_norm": 0.01,
         "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED)],
-        "evaluation__log_probs": True,
         "quiet": True,
     }
 

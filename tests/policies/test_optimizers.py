@@ -48,10 +48,10 @@ def test_without_noise_the_corrected_adam_is_adam(betas: tuple[float, float]) ->
 
 
 def test_the_correction_by_hand() -> None:
-    """One step: m̂ = g and v̂ = g², so the step is g / (√max(g² − σ², 0.25 σ²) + eps)."""
-    spec = spec_of(name="adam-corrected", learning_rate=0.1, noise_floor=0.25, eps=1e-3)
+    """One step: m̂ = g and v̂ = g², so the step is g / (√max(g² − σ², 0.1 σ²) + eps)."""
+    spec = spec_of(name="adam-corrected", learning_rate=0.1, eps=1e-3)
     g = torch.tensor([[5.0, -5.0, 3.5, 3.0, 1.0, 0.0]], dtype=torch.float64)
-    root = np.sqrt([16, 16, 3.5**2 - 9, 2.25, 2.25, 2.25])
+    root = np.sqrt([16, 16, 3.5**2 - 9, 0.9, 0.9, 0.9])
     expected = -0.1 * g[0].numpy() / (root + 1e-3)
     np.testing.assert_allclose(run(spec, g, 3.0), expected, rtol=1e-9)
 
@@ -62,7 +62,7 @@ def test_noise_does_not_set_the_scale_of_the_step() -> None:
     gradients = torch.tensor([2.0, 8.0], dtype=torch.float64) + noise
     ratios = {}
     for name in ("adam", "adam-corrected"):
-        spec = spec_of(name=name, betas=(0.9, 0.9999), noise_floor=1e-4)
+        spec = spec_of(name=name, betas=(0.9, 0.9999))
         moved = run(spec, gradients, 10.0)
         ratios[name] = float(moved[1] / moved[0])
     assert ratios["adam"] > 2.5
@@ -119,7 +119,7 @@ def test_noise_turns_a_normalized_step_but_does_not_lengthen_it() -> None:
 def test_the_correction_follows_noise_that_changes_from_round_to_round() -> None:
     """Second moment and noise have the same weights over the rounds, by hand."""
     stds, g = np.array([1.0, 3.0, 0.5]), np.array([2.0, 5.0, 4.0])
-    spec = spec_of(name="adam-corrected", learning_rate=1.0, betas=(0.0, 0.5), noise_floor=0.01)
+    spec = spec_of(name="adam-corrected", learning_rate=1.0, betas=(0.0, 0.5))
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = make_optimizer(spec, [parameter], 7.0)
     expected = 0.0
@@ -129,7 +129,7 @@ def test_the_correction_follows_noise_that_changes_from_round_to_round() -> None
         optimizer.step()
         share = 0.5 ** np.arange(t + 1)[::-1]
         square, noise = (share @ v[: t + 1] ** 2 / share.sum() for v in (g, stds))
-        expected -= g[t] / math.sqrt(max(square - noise, 0.01 * noise))
+        expected -= g[t] / math.sqrt(max(square - noise, 0.1 * noise))
     assert float(parameter.detach()) == pytest.approx(expected, rel=1e-7)
     plain = make_optimizer(spec_of(name="adam"), [parameter], 7.0)
     set_noise(plain, 1.0)  # changes nothing where it is not used
@@ -145,7 +145,7 @@ def test_the_corrected_second_moment_under_correlated_noise() -> None:
         for k in range(min(4, t + 1)):
             whole[t, t - k] = root[t, k]
     noise = np.linalg.solve(whole, np.random.default_rng(0).standard_normal((rounds, runs)))
-    spec = spec_of(name="adam-corrected", betas=(0.9, 0.9), noise_floor=1e-6)
+    spec = spec_of(name="adam-corrected", betas=(0.9, 0.9))
     parameter = torch.nn.Parameter(torch.zeros(runs, dtype=torch.float64))
     optimizer = make_optimizer(spec, [parameter], 1.0)
     for t in range(rounds):
@@ -260,7 +260,6 @@ def test_a_resumed_run_has_the_learning_rate_of_its_round(
         ({"warmup": 1.0}, "optimizer.warmup"),
         ({"schedule": "step"}, "optimizer.schedule"),
         ({"name": "adamw"}, "optimizer.name"),
-        ({"noise_floor": 0}, "optimizer.noise_floor"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], key: str) -> None:

@@ -60,8 +60,7 @@ def test_a_key_like_no_other_a_required_one_misspelt_and_one_of_another_update_a
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"update": {"name": "rebel", "oracle": {"steps": 8}}}, "oracle is for solver gauss"),
-        ({"update": {"name": "rebel", "solver": "gauss-newton", "steps": 8}}, "oracle.steps"),
+        ({"update": {"name": "rebel", "oracle": {}, "steps": 8}}, "oracle.steps"),
     ],
     ids=str,
 )  # fmt: skip

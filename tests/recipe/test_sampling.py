@@ -62,7 +62,7 @@ def test_impossible_values_are_refused(rollout: dict[str, Any], why: str) -> Non
     [
         ({"name": "ppo", "epochs": 2}, "write update.epochs: 1 and minibatches: 1"),
         ({"name": "ppo", "minibatches": 2}, "write update.epochs: 1 and minibatches: 1"),
-        ({"name": "rebel"}, "write update.steps: 1 or solver: gauss-newton"),
+        ({"name": "rebel"}, "write update.steps: 1 or give update.oracle"),
     ],
 )
 def test_updates_that_move_within_a_round_refuse_truncation(
@@ -74,7 +74,7 @@ def test_updates_that_move_within_a_round_refuse_truncation(
 
 
 def test_the_others_take_it_and_stop_strings_may_be_one() -> None:
-    more = ({"name": "rebel", "steps": 1}, {"name": "rebel", "solver": "gauss-newton"})
+    more = ({"name": "rebel", "steps": 1}, {"name": "rebel", "oracle": {}})
     for update in ({"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}, {"name": "npg"}, *more):
         made({"top_p": 0.9}, update)
     assert recipe.Rollout.model_validate({"stop": "END"}).stop == ["END"]

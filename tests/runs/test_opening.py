@@ -149,36 +149,29 @@ def one_row_less(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.select(range(len(rows) - 1))
 
 
-@pytest.mark.parametrize("section", ["evaluation", "update.subspace"])
 @pytest.mark.parametrize(
     ("copied", "same"), [(None, True), (in_numpy, True), (read_again, True), (one_row_less, False)]
 )
-def test_no_declaration_makes_the_users_dataset_public(
-    section: str, copied: Any, same: bool
-) -> None:
+def test_no_declaration_makes_the_users_dataset_public(copied: Any, same: bool) -> None:
     """Whose rows these are need not be asked of their texts: they are the users', all of them."""
     given = datasets.Dataset.from_dict({"prompt": PROMPTS})
     other = given if copied is None else copied(given)
-    spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}, "declared_public": True}
-    made = recipe(evaluation__declared_public=True, update__subspace=spec)
-    users, rows = (Users(rows_from(one, "prompt"), made.data) for one in (given, other))
-    nobody = Users(rows_from(OTHERS, "prompt"), made.data)
-    public, guides = (rows, nobody) if section == "evaluation" else (nobody, rows)
+    made = recipe(evaluation__declared_public=True)
+    users, public = (Users(rows_from(one, "prompt"), made.data) for one in (given, other))
     if same:
-        with pytest.raises(DprlhfError, match=f"^{section}.data: these are the users' rows"):
-            check_public(made, users, public, Guides(guides))
+        with pytest.raises(DprlhfError, match=r"^evaluation.data: these are the users' rows"):
+            check_public(made, users, public)
     else:
-        check_public(made, users, public, Guides(guides))
+        check_public(made, users, public)
 
 
 def test_no_row_that_a_subspace_is_fitted_to_is_a_users() -> None:
     spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}}
-    for prompts, declared, expected in (
-        ([*PROMPTS[:1], "a guest"], False, True),
-        (["another guest", "a guest"], False, False),
-        ([*PROMPTS, "a guest"], True, False),
+    for prompts, expected in (
+        ([*PROMPTS[:1], "a guest"], True),
+        (["another guest", "a guest"], False),
     ):
-        made = recipe(update__subspace={**spec, "declared_public": declared})
+        made = recipe(update__subspace=spec)
         users = Users(rows_from(PROMPTS, "prompt"), made.data)
         guides = Guides(Users(rows_from(prompts, "prompt"), made.data))
         if expected:
@@ -186,11 +179,6 @@ def test_no_row_that_a_subspace_is_fitted_to_is_a_users() -> None:
                 check_public(made, users, None, guides)
         else:
             check_public(made, users, None, guides)
-    digests = {
-        recipe_digest(recipe(update__subspace={**spec, "declared_public": declared}))
-        for declared in (False, True)
-    }
-    assert len(digests) == 1
 
 
 def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_not() -> None:
@@ -347,9 +335,7 @@ def test_a_declaration_is_held_to_the_rows_for_which_it_was_said(tmp_path: Path)
     def hold(texts: list[str], **changes: Any) -> None:
         made = recipe(**changes)
         assert made.evaluation is not None
-        check_declared_rows_unchanged(
-            folder, made, Users(rows_from(texts, "prompt"), made.data), None
-        )
+        check_declared_rows_unchanged(folder, made, Users(rows_from(texts, "prompt"), made.data))
 
     declared: dict[str, Any] = {"evaluation__declared_public": True}
     hold(PROMPTS)  # without a declaration, check_public looks at the rows each time
@@ -363,19 +349,3 @@ def test_a_declaration_is_held_to_the_rows_for_which_it_was_said(tmp_path: Path)
             hold(other, **declared)
     hold(OTHERS[:5], **declared)
     assert [file.name for file in folder.path.iterdir()] == ["secret"]
-
-
-def test_a_declaration_for_guiding_rows_is_held_as_well(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    spec = {"rank": 1, "prompts": 2, "data": {"path": "public"}, "declared_public": True}
-    made = recipe(update__subspace=spec)
-
-    def hold(texts: list[str]) -> None:
-        rows = Users(rows_from(texts, "prompt"), made.data)
-        check_declared_rows_unchanged(folder, made, None, Guides(rows))
-
-    hold(OTHERS)
-    hold(OTHERS)
-    with pytest.raises(DprlhfError, match=r"^update\.subspace\.data: declared_public was said"):
-        hold(PROMPTS)

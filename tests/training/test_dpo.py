@@ -37,7 +37,6 @@ LOSSES = [
     {"beta": 0.5},
     {"beta": 0.5, "loss_type": "hinge"},
     {"beta": 0.2, "loss_type": "ipo"},
-    {"beta": 2.0, "loss_type": "robust", "label_smoothing": 0.2},
 ]
 
 
@@ -105,13 +104,11 @@ def pair_loss(trained: CausalLMPolicy, pair: dict[str, str], spec: recipe.DPORec
         with torch.no_grad(), trained.base():
             reference, _ = logprob(trained, pair["prompt"], pair[key])
         gained.append((now - reference) / (tokens if spec.update.loss_type == "ipo" else 1))
-    margin, beta, flip = gained[0] - gained[1], spec.update.beta, spec.update.label_smoothing
-    right, wrong = (-torch.nn.functional.logsigmoid(s * beta * margin) for s in (1, -1))
+    margin, beta = gained[0] - gained[1], spec.update.beta
     return {
-        "sigmoid": lambda: right,
+        "sigmoid": lambda: -torch.nn.functional.logsigmoid(beta * margin),
         "hinge": lambda: torch.relu(1 - beta * margin),
         "ipo": lambda: (margin - 1 / (2 * beta)) ** 2,
-        "robust": lambda: ((1 - flip) * right - flip * wrong) / (1 - 2 * flip),
     }[spec.update.loss_type]()
 
 
@@ -224,7 +221,7 @@ def test_pairs_may_be_conversations() -> None:
         ({"update": {"loss_type": "aot"}}, "sigmoid"),
         ({"update": {"ld_alpha": 0.5}}, "ld_alpha is not offered: all tokens"),
         ({"update": {"sync_ref_model": True}}, "stays so"),
-        ({"update": {"label_smoothing": 0.1}}, "for loss_type robust"),
+        ({"update": {"label_smoothing": 0.1}}, "label_smoothing is not offered"),
         ({"data": {**DATA, "prompt_column": "chosen", "prompt_words": 3}}, "would cut chosen"),
         ({"data": {**DATA, "rejected_column": "chosen"}}, "column of its own"),
     ],
@@ -256,7 +253,7 @@ def test_it_learns_without_noise_and_resumes_after_an_interruption(
         data={"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
         optimizer={"learning_rate": 0.05},
         evaluation={
-            "data": {"path": "in-memory", "max_completion_tokens": 8},
+            "data": {"path": "in-memory"},
             "prompts": 4,
             "declared_public": True,
         },

@@ -254,7 +254,6 @@ def test_gauss_newton_solves_the_normal_equations() -> None:
     eta = 0.3
     spec = spec_of(
         eta=eta,
-        solver="gauss-newton",
         oracle={"name": "sufficient-statistics", "radius": 1e4, "target_bound": 1e3},
     )
     assert spec.releases == 1

@@ -219,7 +219,7 @@ def test_public_directions_raise_the_signal_over_the_noise() -> None:
         rest = torch.randn(count, policy.dimension, generator=generator).double()
         return mixed @ planted + 0.05 * rest
 
-    fitted = fit_subspace(users(64), 4, clip_norm=1.0, clip_ratio=0.5)
+    fitted = fit_subspace(users(64), 4, clip_norm=1.0)
     private = users(200)
 
     def alignment(subspace: Subspace | None) -> float:

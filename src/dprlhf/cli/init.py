@@ -78,9 +78,7 @@ def new_recipe(
         epsilon=repr(float(epsilon)).removesuffix(".0"),
         rounds=_rounds(users),
         users=users or "N",
-        evaluation=_EVALUATION.format(_quoted(public_prompts))
-        if public_prompts
-        else _NONE,
+        evaluation=_EVALUATION.format(_quoted(public_prompts)) if public_prompts else _NONE,
     )
     make_recipe(yaml.safe_load(text), source="init")
     return text

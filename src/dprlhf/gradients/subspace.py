@@ -52,12 +52,15 @@ class Subspace:
         return self.directions.to(coordinates).T @ coordinates / self.scale
 
 
+CLIP_RATIO = 0.5
+"""Clip norm S as a share of the median norm of the public users' scaled coordinates."""
+
+
 def fit_subspace(
     gradients: torch.Tensor,
     rank: int,
     *,
     clip_norm: float,
-    clip_ratio: float,
     mean_first: bool = False,
     avoid: torch.Tensor | None = None,
 ) -> Subspace:
@@ -74,8 +77,6 @@ def fit_subspace(
             responses have the same reward: half of them would make the median zero.
         rank: Number p of directions, at most the number of dimensions; below it with ``avoid``.
         clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
-        clip_ratio: Clip norm S as a share of the median norm of the public users' scaled
-            coordinates.
         mean_first: Make the mean of the clipped gradients the first direction, and fill up with
             singular vectors.
         avoid: Gradients of something else for each public user, ``[users, dimension]``: the
@@ -105,7 +106,7 @@ def fit_subspace(
     seen = (gradients @ directions.T).double().norm(dim=1)
     median = float(seen.median()) if len(seen) else 0.0
     scaled = math.isfinite(clip_norm) and median > 0
-    return Subspace(directions, clip_norm / (clip_ratio * median) if scaled else 1.0)
+    return Subspace(directions, clip_norm / (CLIP_RATIO * median) if scaled else 1.0)
 
 
 def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:

@@ -68,12 +68,16 @@ class NormalizedSGD(torch.optim.Optimizer):
             parameter -= (rate / norm * buffer.double()).to(parameter)
 
 
+NOISE_FLOOR = 0.1
+"""Lower bound on a corrected second moment, as a share of the noise's variance."""
+
+
 class NoiseCorrectedAdam(torch.optim.Optimizer):
     """Adam without the noise in its second moment (DP-AdamBC, Tang et al., arXiv 2312.14334).
 
     Where noise outweighs the gradient, Adam's v is σ² in every coordinate, and Adam is SGD with
     momentum and a step of lr/σ. The estimate v̂ − σ² brings the gradient's own scale back. It is
-    held above ``noise_floor`` · σ², where the paper has a constant in the unit of the gradient.
+    held above :data:`NOISE_FLOOR` · σ², where the paper has a constant in the unit of the gradient.
 
     σ may differ between rounds, as it does under correlated noise: what is subtracted is the
     average of σ² with the weights that v̂ gives the rounds. Correlation between rounds does not
@@ -81,7 +85,7 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
 
     Args:
         parameters: The trained parameters.
-        spec: Its ``learning_rate``, ``betas``, ``eps`` and ``noise_floor`` are used.
+        spec: Its ``learning_rate``, ``betas`` and ``eps`` are used.
         noise_std: σ, the standard deviation of the noise in each coordinate of the gradients.
     """
 
@@ -114,7 +118,7 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
                 mean = state["exp_avg"] / (1 - first**count)
                 square = state["exp_avg_sq"] / (1 - second**count)
                 variance = float(state["noise"]) / (1 - second**count)
-                square = (square - variance).clamp(min=self._spec.noise_floor * variance)
+                square = (square - variance).clamp(min=NOISE_FLOOR * variance)
                 parameter -= group["lr"] * mean / (square.sqrt() + self._spec.eps)
 
 

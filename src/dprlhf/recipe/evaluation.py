@@ -71,12 +71,9 @@ class Evaluation(LossEvaluation):
             (``package.module:function`` or ``file.py:function``). A judge scores the responses to
             public prompts and trains nothing: it sees no private row, and its scores are not
             clipped. Judges may be changed when a run is continued.
-        log_probs: Also measure KL and perplexity before and after the run, which takes about as
-            long as sampling the responses. Evaluations during the run (``every``) always do.
     """
 
     judges: dict[str, str] = {}
-    log_probs: bool = False
 
     @field_validator("judges")
     @classmethod

@@ -24,8 +24,6 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     optimizer = recipe.optimizer
     if optimizer.name in ("adam", "adam-corrected") and changed(optimizer, "momentum"):
         yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, whose is betas"
-    if optimizer.name != "adam-corrected" and changed(optimizer, "noise_floor"):
-        yield "optimizer.noise_floor", f"with optimizer.name {optimizer.name}"
     data = recipe.data
     for name in ("max_prompts_per_user", "prompts_per_round"):
         if data.user_column is None and changed(data, name):
@@ -50,7 +48,6 @@ def _of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "kl.level", "with kl.beta 0"
     oracle = recipe.update.least_squares
     if oracle is not None:
-        others = ("steps", "step_size") if oracle.closed_form else ("ridge", "damping")
-        for name in others:
+        for name in ("steps", "step_size") if oracle.closed_form else ("damping",):
             if changed(oracle, name):
                 yield f"update.oracle.{name}", f"with update.oracle.name {oracle.name}"

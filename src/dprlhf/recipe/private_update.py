@@ -155,7 +155,6 @@ class Oracle(Settings):
             noise.
         sketch: Dimensions of a public random projection (a count sketch) of the features; null for
             no projection.
-        ridge: Ridge regularisation of ``sufficient-statistics``, in units of its noise.
         damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
             ``update.clip_norm``²: it shrinks the solution where the policy is nearly deterministic
             and its Fisher information small. Null adds nothing.
@@ -171,7 +170,6 @@ class Oracle(Settings):
     radius: PositiveFloat = 1.0
     target_bound: PositiveFloat | None = None
     sketch: PositiveInt | None = None
-    ridge: PositiveFloat = 1.0
     damping: Annotated[float, Field(ge=0)] | None = None
     gain: PositiveFloat = 1.0
 

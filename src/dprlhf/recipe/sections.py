@@ -227,8 +227,6 @@ class Optimizer(Settings):
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
         betas: Decay rates (β₁, β₂) of Adam's moments.
         eps: Adam's ε, which keeps the denominator away from 0.
-        noise_floor: Lower bound on the corrected second moment of ``adam-corrected``, as a share of
-            the noise's variance.
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
@@ -238,7 +236,6 @@ class Optimizer(Settings):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
-    noise_floor: PositiveFloat = 0.1
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import PositiveInt, Settings
 from dprlhf.recipe.data import PublicData
 
 
@@ -30,10 +30,6 @@ class Subspace(Settings):
             log-likelihood under the base model. A step then leaves the base model's perplexity of
             the responses unchanged to first order, so texts stay more fluent for the same reward.
             It takes another gradient pass over the public responses.
-        clip_ratio: Clip norm as a share of the median norm on public prompts. Users' coordinates
-            are scaled accordingly, so ``update.clip_norm`` only sets the unit.
-        declared_public: Declares that ``data`` was public before and was chosen independently of
-            the users. The run is then not refused if a user has one of these rows as well.
     """
 
     rank: PositiveInt = 16
@@ -42,8 +38,6 @@ class Subspace(Settings):
     refresh: PositiveInt = 1
     mean_first: bool = False
     keep_perplexity: bool = False
-    clip_ratio: PositiveFloat = 0.5
-    declared_public: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Subspace:

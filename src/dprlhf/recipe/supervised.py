@@ -233,6 +233,7 @@ NOT_OFFERED = {
     "ld_alpha": "all tokens of a completion count alike",
     "use_weighting": "pairs are not weighted",
     "loss_weights": "one loss is taken",
+    "label_smoothing": "losses take labels as they are: sigmoid, hinge or ipo",
     "max_length": "set data.max_prompt_tokens and data.max_completion_tokens",
 }
 """Settings of TRL's ``DPOConfig`` that are refused, each with the reason or what to do instead."""
@@ -244,15 +245,12 @@ class DPOUpdate(Supervised):
     Attributes:
         beta: Strength β of the implicit KL penalty against the reference, the policy with its
             adapter off; for ``ipo`` the parameter τ.
-        loss_type: Loss of a pair as in TRL: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (mean
-            over tokens) or ``robust`` (arXiv 2403.00409). Losses that compare pairs of a batch,
-            such as ``aot``, would couple users.
-        label_smoothing: Probability that a preference is flipped, for ``robust``.
+        loss_type: Loss of a pair as in TRL: ``sigmoid`` (DPO), ``hinge`` (SLiC) or ``ipo`` (mean
+            over tokens). Losses that compare pairs of a batch, such as ``aot``, would couple users.
     """
 
     beta: PositiveFloat = 0.1
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
 
     @model_validator(mode="before")
     @classmethod
@@ -266,12 +264,6 @@ class DPOUpdate(Supervised):
         if isinstance(kinds, list) and len(kinds) == 1:  # TRL writes a list
             return {**given, "loss_type": kinds[0]}
         return given
-
-    @model_validator(mode="after")
-    def _smoothing_is_used(self) -> DPOUpdate:
-        if self.label_smoothing and self.loss_type != "robust":
-            raise ValueError(f"label_smoothing is for loss_type robust, not {self.loss_type}")
-        return self
 
 
 class DPORecipe(StageRecipe):

@@ -67,7 +67,7 @@ def _check_turns(update: PrivateUpdate, recipe: Sections) -> None:
 def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:
     instead = {
         "ppo": "write update.epochs: 1 and minibatches: 1",
-        "rebel": "write update.steps: 1 or solver: gauss-newton",
+        "rebel": "write update.steps: 1 or give update.oracle",
     }
     raise ValueError(
         f"{key}: update.name {update.name} takes several steps on a round's responses, after which"

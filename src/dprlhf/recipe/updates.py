@@ -140,47 +140,43 @@ class REBEL(PrivateUpdate):
     Attributes:
         name: ``rebel``.
         eta: Step size η in the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
-        solver: ``gradient`` takes ``steps`` noised gradient steps on the loss; ``gauss-newton``
-            solves the linearised loss through ``oracle``.
-        steps: Number J of steps of the gradient solver, each a noised release of the round.
-        oracle: How ``gauss-newton`` solves its regression.
+        steps: Number J of noised gradient steps on the loss, each a release of the round.
+        oracle: Solves the linearised loss by regression in the place of these steps (Gauss-Newton);
+            null takes the steps.
     """
 
     name: Literal["rebel"] = "rebel"
     eta: PositiveFloat = 1.0
-    solver: Literal["gradient", "gauss-newton"] = "gradient"
     steps: PositiveInt = 2
-    oracle: Oracle = Oracle()
+    oracle: Oracle | None = None
 
     @model_validator(mode="after")
-    def _settings_of_solver(self) -> Self:
-        if self.solver == "gradient" and self.oracle != Oracle():
-            raise ValueError("oracle is for solver gauss-newton, not for gradient")
-        if self.solver == "gauss-newton" and self.steps != type(self).model_fields["steps"].default:
-            raise ValueError("steps is for solver gradient; gauss-newton has oracle.steps")
+    def _steps_or_oracle(self) -> Self:
+        if self.oracle is not None and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("steps: an oracle takes its own: write oracle.steps")
         return self
 
     @property
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
-        return self.steps if self.least_squares is None else self.oracle.releases
+        return self.steps if self.oracle is None else self.oracle.releases
 
     @property
     def moves_within_round(self) -> bool:
         """Whether log-probabilities are taken at parameters other than those that sampled."""
-        return self.least_squares is None and self.steps > 1
+        return self.oracle is None and self.steps > 1
 
     @property
     def released(self) -> str:
         """The phrase that completes "the noised mean …" on the privacy card."""
-        if self.least_squares is None:
+        if self.oracle is None:
             return "gradient of the loss at each step, {releases} in each round"
         return self.oracle.released
 
     @property
     def least_squares(self) -> Oracle | None:
-        """Settings of the regression oracle; None with the gradient solver."""
-        return self.oracle if self.solver == "gauss-newton" else None
+        """Settings of the regression oracle; None where steps are taken."""
+        return self.oracle
 
     def check(self, recipe: Sections) -> None:
         """Refuse a recipe whose other sections do not work with this update.
@@ -199,7 +195,7 @@ class REBEL(PrivateUpdate):
         made = super().saturated(
             clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
         )
-        if self.least_squares is None:
+        if self.oracle is None:
             return made
         return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
 

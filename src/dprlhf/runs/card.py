@@ -116,8 +116,7 @@ def _guides(recipe: AnyRecipe) -> list[str]:
     if spec is None:
         return []
     where = "evaluation.data" if spec.data is None else spec.data.path
-    declared = _DECLARED if spec.declared_public else ""
-    return [f"the prompts that the directions of update.subspace are fitted to, {where}{declared}"]
+    return [f"the prompts that the directions of update.subspace are fitted to, {where}"]
 
 
 def _selection(recipe: AnyRecipe) -> list[str]:

@@ -97,7 +97,7 @@ def open_ledger(
 
 
 def check_declared_rows_unchanged(
-    folder: RunFolder, recipe: AnyRecipe, public: Users | None, guides: Guides | None
+    folder: RunFolder, recipe: AnyRecipe, public: Users | None
 ) -> None:
     """Hold ``declared_public`` to the rows for which it was said, when a run is continued.
 
@@ -108,29 +108,20 @@ def check_declared_rows_unchanged(
         folder: The run folder, which keeps a digest of the rows.
         recipe: The recipe of a run of any stage.
         public: The rows of the evaluation; None without one.
-        guides: The rows to which ``update.subspace`` is fitted; None without one.
 
     Raises:
-        DprlhfError: A section that declares its rows public has other rows than before.
+        DprlhfError: The evaluation declares its rows public, and has other rows than before.
     """
-    evaluation, subspace = recipe.evaluation, getattr(recipe.update, "subspace", None)
-    declared = {
-        "evaluation": public if evaluation is not None and evaluation.declared_public else None,
-        "update.subspace": guides.rows
-        if guides is not None and subspace is not None and subspace.declared_public
-        else None,
-    }
-    file = folder.secret / "declared-public.json"
-    held = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    found = {s: open_private(rows.digest()) for s, rows in declared.items() if rows is not None}
-    for section, digest in found.items():
-        if held.get(section, digest) != digest:
-            raise DprlhfError(
-                f"{section}.data: declared_public was said of other rows than the run has now: give"
-                " the same rows, or set it to false for rows of nobody among the users"
-            )
-    if found.items() - held.items():
-        write_atomically(file, json.dumps(held | found), mode=0o600)
+    if public is None or recipe.evaluation is None or not recipe.evaluation.declared_public:
+        return
+    file, digest = folder.secret / "declared-public.txt", open_private(public.digest())
+    if not file.exists():
+        write_atomically(file, digest, mode=0o600)
+    elif file.read_text("utf-8") != digest:
+        raise DprlhfError(
+            "evaluation.data: declared_public was said of other rows than the run has now: give the"
+            " same rows, or set it to false for rows of nobody among the users"
+        )
 
 
 def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> None:
@@ -162,8 +153,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
     free: Any = {
         "output_dir": True,
         "tracking": True,
-        "evaluation": {"declared_public", "judges", "log_probs"},
-        "update": {"subspace": {"declared_public"}},
+        "evaluation": {"declared_public", "judges"},
         "privacy": {"book", "dataset"},
     }
     fixed = recipe.model_dump(mode="json", exclude=free)
@@ -288,8 +278,8 @@ def check_public(
 
     Rows are the same if their texts are (with the completions, in a supervised stage), and also if
     they name the same user in ``data.user_column``. One bit about the users is shown: whether the
-    run is refused. ``declared_public`` beside the public rows' section skips the check, unless they
-    are the users' rows as a whole: no declaration makes those public.
+    run is refused. ``evaluation.declared_public`` skips the check of its rows, unless they are the
+    users' rows as a whole: no declaration makes those public.
 
     Args:
         recipe: The recipe of a run of any stage.
@@ -305,18 +295,21 @@ def check_public(
     column = recipe.data.user_column
     shown: dict[str, Private[dict[str, NDArray[np.uint64]]]] = {}
     evaluation = recipe.evaluation
-    subspace: Any = getattr(recipe.update, "subspace", None)
     if public is not None and evaluation is not None and evaluation.declared_public:
-        _check_declared("evaluation", public, users)
+        if public.has_rows_of(users):
+            raise DprlhfError(
+                "evaluation.data: these are the users' rows, all of them, and"
+                f" {_SHOWN['evaluation']}: take rows of nobody among the users. declared_public is"
+                " for public rows that some user has as well, and does not make the users' data"
+                " public"
+            )
     elif public is not None and evaluation is not None:
         used = used_rows(recipe)
         first = None  # all rows
         if used is not None and probed is not None:
             first = max(used, evaluation.prompts + probed)
         shown["evaluation"] = public.traces(column, first)
-    if guides is not None and guides.rows is not public and subspace.declared_public:
-        _check_declared("update.subspace", guides.rows, users)
-    elif guides is not None and guides.rows is not public:
+    if guides is not None and guides.rows is not public:
         shown["update.subspace"] = guides.rows.traces(column)
     private = open_private(users.traces(column)) if shown else {}
     for section, traces in shown.items():
@@ -327,19 +320,9 @@ def check_public(
             raise DprlhfError(
                 f"{section}.data: some of its rows are users' rows, too (the same text"
                 + (f", or the same {column}" if column else "")
-                + f"), and {_SHOWN[section]}: take rows of nobody among the users; or, if they were"
-                f" public before, set {section}.declared_public=true ({_OF_A_TRAINER[section]})"
+                + f"), and {_SHOWN[section]}: take rows of nobody among the users"
+                + _DECLARE[section]
             )
-
-
-def _check_declared(section: str, rows: Users, users: Users) -> None:
-    """Refuse the users' rows as a whole, whatever was declared of them."""
-    if rows.has_rows_of(users):
-        raise DprlhfError(
-            f"{section}.data: these are the users' rows, all of them, and {_SHOWN[section]}: take"
-            " rows of nobody among the users. declared_public is for public rows that some user has"
-            " as well, and does not make the users' data public"
-        )
 
 
 _SHOWN = {
@@ -347,7 +330,8 @@ _SHOWN = {
     "update.subspace": "the directions that are fitted to them are used without noise",
 }
 
-_OF_A_TRAINER = {
-    "evaluation": "of a trainer: privacy_declared_public=True, for the eval_dataset of its making",
-    "update.subspace": "of a trainer: in privacy_subspace",
+_DECLARE = {
+    "evaluation": "; or, if they were public before, set evaluation.declared_public=true (of a"
+    " trainer: privacy_declared_public=True, for the eval_dataset of its making)",
+    "update.subspace": "",
 }

@@ -386,7 +386,7 @@ def _open_gate(
     warnings = prepared.plan.warnings(released_dimension(recipe, prepared.policy.dimension))
     for warning in without_effect(recipe) + warnings:
         print(f"dprlhf: warning: {warning}", file=sys.stderr)
-    check_declared_rows_unchanged(folder, recipe, prepared.public, prepared.guides)
+    check_declared_rows_unchanged(folder, recipe, prepared.public)
     ledger = open_ledger(recipe, prepared.plan, folder, key, prepared.users, prepared.earlier)
     stack.callback(ledger.close)
     config = {**recipe.model_dump(mode="json"), "plan": prepared.plan.terms()}

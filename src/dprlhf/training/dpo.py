@@ -96,28 +96,26 @@ class PreferredAnswers:
 
     def _losses(self, margins: Array) -> Array:
         """Return the loss of each pair from its margin in nats, ``[pairs]``."""
-        beta, kind, flipped = _settings(self._update)
+        beta, kind = self._update.beta, self._update.loss_type
         found: Array
         if kind == "hinge":
             found = np.maximum(0.0, 1 - beta * margins)
         elif kind == "ipo":
             found = (margins - 1 / (2 * beta)) ** 2
         else:
-            right, wrong = np.logaddexp(0, -beta * margins), np.logaddexp(0, beta * margins)
-            found = ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
+            found = np.logaddexp(0, -beta * margins)
         return found
 
     def _slopes(self, margins: Array) -> Array:
         """Return minus the derivative of the loss by the margin, ``[pairs]``."""
-        beta, kind, flipped = _settings(self._update)
+        beta, kind = self._update.beta, self._update.loss_type
         found: Array
         if kind == "hinge":
             found = np.where(beta * margins < 1, beta, 0.0)
         elif kind == "ipo":
             found = 1 / beta - 2 * margins
         else:
-            doubt = np.exp(-np.logaddexp(0, beta * margins))
-            found = beta * ((1 - flipped) * doubt + flipped * (1 - doubt)) / (1 - 2 * flipped)
+            found = beta * np.exp(-np.logaddexp(0, beta * margins))
         # A margin that is no number makes its user's gradient zero, also where a branch hides it.
         return np.where(np.isfinite(margins), found, np.nan)
 
@@ -182,7 +180,3 @@ def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 def _margins(gained: Array) -> Array:
     margins: Array = gained[0::2] - gained[1::2]
     return margins
-
-
-def _settings(update: Any) -> tuple[float, str, float]:
-    return update.beta, update.loss_type, update.label_smoothing

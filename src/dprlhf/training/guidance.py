@@ -109,7 +109,6 @@ class Guidance:
             found,
             self._settings.rank,
             clip_norm=run.plan.clip_norm,
-            clip_ratio=self._settings.clip_ratio,
             mean_first=self._settings.mean_first,
             avoid=None if likelihood is None else of_all(likelihood),
         )

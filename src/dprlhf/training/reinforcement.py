@@ -462,7 +462,7 @@ class Reinforcement:
                 max_prompt_tokens=self.recipe.data.max_prompt_tokens,
                 tick=tick,
                 judges=self.judges,
-                batch_size=self.recipe.update.batch_size if during or spec.log_probs else None,
+                batch_size=self.recipe.update.batch_size,
                 processes=processes,
                 compute_metrics=self._sources.compute_metrics,
             )

@@ -106,7 +106,6 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
         vectors[:half],
         subspace.rank,
         clip_norm=clip,
-        clip_ratio=subspace.clip_ratio,
         mean_first=subspace.mean_first,
         avoid=avoid,
     )

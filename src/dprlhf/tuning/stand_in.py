@@ -351,8 +351,6 @@ def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: boo
         "tracking": {},
         "output_dir": None,
     }
-    if values["update"].get("subspace"):
-        values["update"]["subspace"]["declared_public"] = True
     if in_memory:
         values["rewards"] = [{"function": IN_MEMORY}]
     return Recipe.model_validate(values)

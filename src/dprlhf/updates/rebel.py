@@ -9,11 +9,11 @@ The i-th response of the first half is paired with the i-th of the second: y ~ �
 ratio: it is zero at Δ(y) − Δ(y′) = ηÂ whatever the pairs were drawn from, which only decides how
 they are weighted.
 
-``solver: gradient`` takes J steps on the true loss. Each is a noised mean of clipped per-user
+Without an oracle it takes J steps on the true loss. Each is a noised mean of clipped per-user
 gradients at the current θ, and one of the J releases that the round is charged for; the server-side
 optimizer steps after each.
 
-``solver: gauss-newton`` puts (θ − θ_t) · φ in the place of Δ(y) − Δ(y′), with the feature
+``oracle`` (Gauss-Newton) puts (θ − θ_t) · φ in the place of Δ(y) − Δ(y′), with the feature
 φ = ∇ log π_t(y|x) − ∇ log π_t(y′|x). In w = (θ − θ_t)/η that is least squares with the targets
 Â. A regression oracle solves it (:mod:`dprlhf.updates.privls.in_round`), and θ ← θ_t + η w: exactly
 so with ``optimizer: {name: sgd, learning_rate: 1}``.
@@ -24,7 +24,7 @@ Departures from the paper, and why:
   parameterisations mixed. Here θ starts at θ_t, moves towards the minimiser, and is returned; or
   w_t is the minimiser of the linearised loss, for which step 4 is right.
 - Each user's gradient is clipped to S in place of a bound on ∇ log π, so what is minimised is the
-  loss only up to clipping, as in DP-SGD. With ``gauss-newton``, S bounds ‖φ‖.
+  loss only up to clipping, as in DP-SGD. With an oracle, S bounds ‖φ‖.
 
 The code that accompanies REBEL (arXiv 2404.16767) has (Δ(y) − Δ(y′) − ηÂ)²: η multiplies the
 reward. That is η² times this loss, with the same minimiser; only the gradient's size relative to S
@@ -49,7 +49,7 @@ from dprlhf.updates.round import PrivateRound
 
 def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:
     """Move towards the minimiser of the loss, by J noised steps or by its linearisation."""
-    if spec.solver == "gauss-newton":
+    if spec.oracle is not None:
         w = solve(
             round_,
             round_.responses.map(response_pairs, round_.scores, round_.valid),

@@ -91,7 +91,6 @@ def solve(
         radius=spec.radius * math.sqrt(size / dimension),  # lifting makes w longer by √(d/p) or so
         steps=spec.steps,
         step_size=spec.step_size,
-        ridge=spec.ridge,
         damping=spec.damping or 0.0,
     )
 

@@ -11,7 +11,7 @@ Departures from AdaSSP:
 - a² = α/(α + γ) with α = WB²/√2 and γ = BR minimises the noise of E w* (α/a per coordinate, since
   an off-diagonal entry of E has half the variance) plus that of the vector (γ/b) at ‖w*‖ = W.
 - The smallest eigenvalue of ΦᵀΦ is read off the noised matrix instead of being released by itself.
-- The ridge is λ = max(0, 2 · ridge · e − λ_min), e = σ√(2d) the edge of the spectrum of the noise E
+- The ridge is λ = max(0, 2e − λ_min), e = σ√(2d) the edge of the spectrum of the noise E
   (σ on the diagonal), which replaces AdaSSP's tail bound √(d ln(6/δ) ln(2d²/ρ)); it leaves no
   eigenvalue under 2e, and vanishes once the data's clear it, so the estimate is consistent.
 - ‖w‖ ≤ W is enforced by projection.
@@ -41,7 +41,6 @@ class SufficientStatistics:
         feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
         target_bound: Bound R; targets are clipped to [−R, R].
         radius: Radius W; w is projected to ‖w‖ ≤ W.
-        ridge: Strength of the ridge penalty, in units of the one that the noise alone calls for.
         damping: Constant added to every eigenvalue besides, in units of B²: with it, w shrinks with
             the targets even where features have almost vanished.
 
@@ -52,7 +51,6 @@ class SufficientStatistics:
     feature_bound: float
     target_bound: float
     radius: float
-    ridge: float = 1.0
     damping: float = 0.0
 
     def __post_init__(self) -> None:
@@ -62,7 +60,6 @@ class SufficientStatistics:
             feature_bound=self.feature_bound,
             target_bound=self.target_bound,
             radius=self.radius,
-            ridge=self.ridge,
         )
         if not (self.damping >= 0 and math.isfinite(self.damping)):
             raise DprlhfError(
@@ -126,7 +123,7 @@ class SufficientStatistics:
             * math.sqrt(2 * dimension)
         )
         values, vectors = torch.linalg.eigh(matrix)
-        values = values + max(0.0, 2 * self.ridge * edge - float(values[0]))
+        values = values + max(0.0, 2 * edge - float(values[0]))
         values = values + self.damping * bound**2
         # Without noise and with too few users the system is singular: the least-norm solution.
         usable = values > values[-1] * dimension * torch.finfo(values.dtype).eps
