@@ -3,20 +3,24 @@
 For each family a tiny random model takes two private rounds: with LoRA on all linear layers, with
 all weights, and with LoRA and gradient checkpointing. Before that, each user's gradient is compared
 with autograd's on one row after the other, and the probabilities that sampling draws by with those
-of the model on the sequence alone. Prints a line for each cell and writes rows to
-``docs/results/review.json``, in about ten minutes on one core::
+of the model on the sequence alone. Last comes what it costs that each pass of a mixture of experts
+has the rows of one user: the time of a run beside that of one which shares passes. Prints a line
+for each cell and writes rows to ``docs/results/review.json``, in about ten minutes on one core::
 
     PYTHONPATH=src python -m scripts.review.architectures [FAMILY ...]
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "review.json"
@@ -91,6 +95,35 @@ def cell(kind: str, adapter: str, checkpoints: bool, folder: Path) -> tuple[str,
     return "trains", gradient
 
 
+def time_of_experts(apart: bool, folder: Path) -> float:
+    """Return the processor time in seconds of two rounds, 32 users each, of a small Mixtral."""
+    size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    found: list[float] = []
+    mixing = mock.patch("dprlhf.policies.mixing.mixing_layers", return_value=())
+    checked = mock.patch("dprlhf.training.build.check_layout", return_value="")
+    with checked, contextlib.nullcontext() if apart else mixing:
+        dprlhf.train(
+            model=families.model("mixtral", num_local_experts=8, **size),
+            processing_class=tiny.tokenizer(), reward=runs.lower_case, epsilon=8.0, rounds=2,
+            prompts=[f"user {i} says" for i in range(64)], quiet=True, output_dir=folder,
+            policy__adapter={"type": "lora", "target_modules": ["q_proj", "v_proj"]},
+            data__max_prompt_tokens=16, rollout__max_new_tokens=16, evaluation=None,
+            callbacks=[lambda *given: found.append(time.process_time())],
+        )  # fmt: skip
+    return found[-1] - found[0]
+
+
+def row_of_experts() -> Result:
+    """Return the times of two runs each, in turns, as a ratio."""
+    with tempfile.TemporaryDirectory() as base:
+        times = {
+            apart: min(time_of_experts(apart, Path(base, f"{apart}-{turn}")) for turn in range(2))
+            for apart in (True, False)
+        }
+    name = "architectures: time of a small Mixtral's round with one user a pass over shared passes"
+    return Result(name, times[True] / times[False], "1")
+
+
 def main() -> None:
     """Try every cell, or those of the families named on the command line, and write the rows."""
     warnings.simplefilter("ignore")
@@ -115,7 +148,7 @@ def main() -> None:
                 )
             )  # fmt: skip
     if not sys.argv[1:]:
-        write_results(OUT, rows)
+        write_results(OUT, [*rows, row_of_experts()])
 
 
 if __name__ == "__main__":

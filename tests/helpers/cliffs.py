@@ -76,9 +76,10 @@ def jumps(
     both are half of the jump away from it.
     """
     at = np.log([getattr(point, axis) for point in points])
+    most = math.inf if points[0].noise is None else 500.0  # bounds on an ε beyond are coarse
     for i in range(1, len(points) - 1):
         near = costs[i - 1 : i + 2]
-        if not all(1e-2 < cost < math.inf for cost in near):  # an epsilon falls to 0 at once
+        if not all(1e-2 < cost < most for cost in near):  # an epsilon falls to 0 at once
             continue
         first, here, last = np.log(near)
         share = (at[i] - at[i - 1]) / (at[i + 1] - at[i - 1])

@@ -39,7 +39,7 @@ from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import gaussian_deltas
 from dprlhf.privacy.partitions import poisson
-from dprlhf.privacy.partitions.random_allocation import compose_blocks
+from dprlhf.privacy.partitions.random_allocation import block, compose_blocks
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.runs.measurements import Result, write_results
 
@@ -416,6 +416,33 @@ def test_poisson_with_little_noise_keeps_its_grid_small(monkeypatch: pytest.Monk
         cost = epsilon(Mechanism(z, 1, "poisson"), 1e-5)
         assert cost.epsilon < 1e-9
         assert cost.epsilon_lower == 0
+
+
+def test_a_replaced_user_costs_no_more_where_one_gaussian_does() -> None:
+    """At a tiny δ the ε of one Gaussian is beyond what is looked for, and that of the pair not."""
+    assert block.epsilon(0.06, 64, 1e-110, "add") < 200 < 500 < gaussian_epsilon(0.06, 1e-110)
+    costs = [
+        epsilon(Mechanism(z, 64, adjacency="replace-one"), 1e-5).epsilon for z in (0.06, 0.064)
+    ]
+    assert costs[0] < 1.2 * costs[1]
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
+def test_poisson_with_too_little_noise_for_a_grid_counts_the_joins(delta: float) -> None:
+    """The stated ε holds for a sampled run, and is not that of a user who joins every round."""
+    z, rounds, k = 0.05, 20, 2
+    stated = epsilon(Mechanism(z, rounds, "poisson", participations=k), delta).epsilon
+    assert stated < 0.7 * gaussian_epsilon(z / math.sqrt(rounds), delta)
+    assert delta_of(Mechanism(z, rounds, "poisson", participations=k), stated) <= delta
+    rng, q = np.random.default_rng(5), k / rounds
+    joins = rng.random((400_000, rounds)) < q
+    x = (z * rng.standard_normal((400_000, rounds)) + joins - 0.5) / z**2
+    loss = np.logaddexp(np.log1p(-q), math.log(q) + x).sum(1)
+    for here in (stated, stated / 2):
+        found = delta_of(Mechanism(z, rounds, "poisson", participations=k), here)
+        v = -np.expm1(np.minimum(here - loss, 0.0))
+        assert found >= v.mean() - 4 * v.std() / math.sqrt(len(v))
+    assert found < 3 * v.mean()  # the bound gives away that a user hides in a round
 
 
 @pytest.mark.slow

@@ -245,6 +245,7 @@ def test_it_costs_what_independent_noise_on_disjoint_batches_costs() -> None:
         {"partition": "random-allocation", "participations": 2},
         {"partition": "random-allocation", "adjacency": "replace-one"},
         {"partition": "random-allocation", "users": 999, "rounds": 129},
+        {"partition": "random-allocation", "delta": 9e-13},
     ],
 )
 def test_it_is_refused_where_it_is_not_accounted(changes: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from dprlhf.privacy.accounting import (
     equal_but_for_rounding,
 )
 from dprlhf.privacy.correlated_noise import noise_gain
+from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.partitions.base import PartitionSpec
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY
@@ -220,6 +221,12 @@ def make_plan(
         releases_per_round,
         bands,
     )
+    if delta < mechanism.spec.least_delta and not baseline:
+        raise DprlhfError(
+            f"privacy.bands: correlated noise on random allocation is accounted for delta of at"
+            f" least {upwards(mechanism.spec.least_delta, 3)}, not {delta:g}; use a larger delta,"
+            " partition fixed, or bands 1"
+        )
     mechanism, guarantee = _cost(mechanism, math.inf if baseline else epsilon, delta)
     z = mechanism.noise_multiplier
     if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:

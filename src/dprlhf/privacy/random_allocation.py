@@ -403,6 +403,9 @@ def epsilon(noise: float, rounds: int, delta_: float, side: Side) -> float:
         return high
     if low == 0 and delta(noise, rounds, 0.0, side) <= delta_:
         return 0.0
+    # Past this ε the curve is that of the single Gaussian, far above what comes before.
+    if high > LARGEST_EPSILON and delta(noise, rounds, LARGEST_EPSILON, side) <= delta_:
+        high = LARGEST_EPSILON
     return find_root(
         lambda e: delta(noise, rounds, e, side),
         low,

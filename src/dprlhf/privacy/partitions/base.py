@@ -126,6 +126,7 @@ class PartitionSpec:
         independent_rounds: True where a user may join every round, each independently.
         noise: ``noise(terms, epsilon, delta, high)`` proposes a noise multiplier below ``high``
             for an ε, which is then put through ``epsilon``; None to find it by way of ``delta``.
+        least_delta: The least δ that a run may have; below it the bounds are those of one Gaussian.
         correlated: The same draw with the accountant for noise that is correlated between rounds;
             None where there is none. Disjoint batches need no other accountant.
     """
@@ -145,6 +146,7 @@ class PartitionSpec:
     in_order: bool = False
     independent_rounds: bool = False
     noise: Callable[[Terms, float, float, float], float] | None = None
+    least_delta: float = 0.0
     correlated: PartitionSpec | None = None
 
     def rounds_at_most(self, terms: Terms) -> int:

@@ -12,10 +12,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binom
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.curves import SIDES, Composed, loss_distribution, widening
-from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
+from dprlhf.privacy.gaussian import (
+    find_root,
+    gaussian_delta,
+    gaussian_deltas,
+    gaussian_epsilon,
+    noise_too_small,
+)
 from dprlhf.privacy.partitions.base import (
     Allocation,
     Array,
@@ -29,7 +36,7 @@ from dprlhf.privacy.random_allocation import Side
 
 _POINTS = 2**20
 """Most points of the window in which the sum of all rounds' losses lies."""
-_LEAST_STEP = 1e-4
+_LEAST_STEP = 2e-5
 """Least step: with little δ and many rounds, a finer one would take seconds."""
 _TAIL = 1e-20
 """Probability of losses beyond the grid, over all rounds; they count as infinite."""
@@ -130,9 +137,31 @@ def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:
     }
 
 
+def _too_little_noise(terms: Terms) -> bool:
+    return noise_too_small(round_noise(terms), 1e-5)  # whatever δ is: the grid does not follow it
+
+
+def _of_known_joins(terms: Terms, epsilon: float) -> float:
+    """Return a bound on δ that holds even if it is public which rounds a user joins.
+
+    Given these, the run is one Gaussian release, and δ of a mixture is at most the mean. With so
+    little noise hardly anything is lost: what a user sent shows whether it joined.
+    """
+    rounds, q = terms.rounds, _rate(terms)
+    least, most = max(1, int(binom.ppf(_TAIL, rounds, q))), int(binom.isf(_TAIL, rounds, q))
+    joins = np.arange(least, max(least, most) + 1)
+    shares = binom.pmf(joins, rounds, q)
+    shares[0] = binom.cdf(least, rounds, q)  # fewer cost less
+    each = [gaussian_delta(round_noise(terms) / math.sqrt(j), epsilon) for j in joins.tolist()]
+    beyond = float(binom.sf(joins[-1], rounds, q))
+    return min(1.0, (float(shares @ each) + beyond) * (1 + 1e-9))
+
+
 def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
-    if noise_too_small(round_noise(terms), delta):
-        return single, 0.0
+    if _too_little_noise(terms):
+        if math.isinf(single):
+            return single, 0.0
+        return find_root(functools.partial(_of_known_joins, terms), 0.0, single, delta), 0.0
     found = losses(terms)
     upper = found["remove"].epsilon(delta, single)
     if found["add"].delta(upper) > delta:
@@ -161,8 +190,8 @@ def _optimistic(z: float, rate: float, rounds: int) -> Any:
 
 
 def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
-    if noise_too_small(round_noise(terms), 1e-9):
-        return single
+    if _too_little_noise(terms):
+        return min(single, _of_known_joins(terms, epsilon))
     return max(side.delta(epsilon) for side in losses(terms, rough).values())
 
 

@@ -249,6 +249,7 @@ _CORRELATED = PartitionSpec(
     delta=_correlated_delta,
     pair=Pair(_correlated_curve, _correlated_reach),
     noise=_correlated_noise,
+    least_delta=2.0**-40,
     log_likelihood=one_round_each,
 )
 
