@@ -96,15 +96,12 @@ def choices_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures of the planner's choices as a table with a header.
 
     Args:
-        rows: From :meth:`dprlhf.training.choices.Choice.as_dict`, or
-            :meth:`dprlhf.tuning.trial_runs.TriedChoice.as_dict`.
+        rows: From :meth:`dprlhf.training.choices.Choice.as_dict`.
     """
     header = (
         f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
         f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"
     )
-    if any("trial_runs" in row for row in rows):
-        header += f"{'trial runs':>16}"
     lines = []
     for row in rows:
         minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
@@ -115,9 +112,6 @@ def choices_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
             f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
         )
-        if "trial_runs" in row:
-            measured = row["trial_runs"]
-            lines[-1] += f"{measured['rise']:>+8.3f} ± {measured['error']:.3f}"
     return "\n".join([header, *lines])
 
 

@@ -132,7 +132,6 @@ def measure(
     *,
     responses: Sequence[int] = (),
     prompts: int = PROBED,
-    trial_runs: bool = False,
 ) -> Facts:
     """Load what a recipe names and measure signal, reward and time on its public prompts.
 
@@ -141,7 +140,6 @@ def measure(
         sources: Objects in memory that replace the recipe's data, rewards or policy.
         responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
         prompts: Most public prompts that the signal is measured on.
-        trial_runs: Whether trial runs follow, for which all other public rows are taken, too.
 
     Raises:
         DprlhfError: The run itself would fail for the same reason, the recipe has no public
@@ -160,8 +158,7 @@ def measure(
     stage, parts = load_parts(probed, sources, processes, quiet=True, counted=False)
     assert isinstance(stage, Reinforcement)
     # A run is only asked for the rows that it takes itself; noise does not cover what is chosen.
-    taken = None if trial_runs else prompts
-    processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=taken))
+    processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=prompts))
     rows = _probed_prompts(recipe, parts.public, prompts)
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
