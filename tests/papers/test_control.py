@@ -32,7 +32,7 @@ from dprlhf.papers.control.policies import (
 from dprlhf.papers.control.results import rows_of, slopes, write
 from dprlhf.papers.control.run_rows import MeasuredRow, run_table
 from dprlhf.papers.control.settings import Advantage, load, make
-from dprlhf.papers.control.tables import Row
+from dprlhf.papers.control.tables import TableRow
 from dprlhf.papers.control.train import plan_of, train
 from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi
@@ -562,7 +562,7 @@ def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None
 
 
 def test_a_row_that_falls_short_says_so() -> None:
-    row = Row("task", "train", {}, goal=10.0)
+    row = TableRow("task", "train", {}, goal=10.0)
     runs: list[dict[str, Any]] = [{"value": 9.0, "epsilon": 1.0}, {"value": 10.0, "epsilon": 1.0}]
     result = rows_of([MeasuredRow(row, runs)], "a command")[0]
     assert result.holds is False
@@ -572,7 +572,7 @@ def test_a_row_that_falls_short_says_so() -> None:
 def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
     def row(users: int, value: float) -> MeasuredRow:
         given = {"update": "npg/issp", "epsilon": 1.0, "users": users, "d": 4}
-        made = Row(f"bandit/{users}", "bandit", given, group="bandit")
+        made = TableRow(f"bandit/{users}", "bandit", given, group="bandit")
         return MeasuredRow(made, [{"value": value}])
 
     few = [row(100, math.nan), row(400, 0.2), row(1600, 0.1)]

@@ -18,7 +18,7 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward
 from dprlhf.rewards.logs import CallLog, gathered
-from dprlhf.rewards.reward import RoundState, as_reward, is_async
+from dprlhf.rewards.reward import RoundState, as_reward
 from helpers import tiny
 
 PROMPTS = ["p", "q", "r", "s"]
@@ -367,18 +367,6 @@ def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> 
     result = score([meeting("a", "b"), length, meeting("b", "a")], TEXTS)
     assert result.values.tolist() == [3.0, 6.0, 9.0, 12.0]
     assert result.failures == {}
-
-
-def test_what_is_asynchronous_is_seen_through_partial_and_class() -> None:
-    import functools
-
-    class Judge:
-        async def __call__(self, completions: list[str]) -> list[float]:
-            return [0.0]
-
-    assert is_async(Judge())
-    assert is_async(functools.partial(Judge()))
-    assert not is_async(length)
 
 
 # --- state --------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.data.given_rewards import declares
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.errors import DprlhfError
 from dprlhf.rewards.check_batch import CheckedBatch, Score
 from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
+    RewardRows,
     RoundState,
-    Rows,
     as_reward,
     keywords_for,
     keywords_of,
@@ -141,7 +141,7 @@ def check_reward(
     -1.1
     """
     reward, state = as_reward(reward), state or RoundState()
-    most_rows = min(most_rows, _own_limit(reward, most_rows))
+    most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
@@ -153,21 +153,6 @@ def check_reward(
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
     return _report(reward, found, bound)
-
-
-def _own_limit(reward: LoadedReward, without: int) -> int:
-    """Return the ``dprlhf_most_rows`` of a reward; ``without`` if it has none.
-
-    Raises:
-        DprlhfError: It is no number of rows.
-    """
-    own = getattr(reward.function, MOST_ROWS, without)
-    if not isinstance(own, int) or isinstance(own, bool) or own < 1:
-        raise DprlhfError(
-            f"reward {reward.name!r}: its {MOST_ROWS} must be a whole number of at least 1, not"
-            f" {one_line(repr(own), 80)}"
-        )
-    return own
 
 
 def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> ContractReport:
@@ -334,7 +319,7 @@ def _in_company(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     count = len(batch.rows)
     doubled = batch.rows.take([*range(count), *range(count)])
     if batch.reward.by_place:  # the copy has places of its own, where its rows may round otherwise
-        doubled = Rows(**{**vars(doubled), "places": list(range(2 * count))})
+        doubled = RewardRows(**{**vars(doubled), "places": list(range(2 * count))})
     copies = [[i + count for i in members] for members in batch.units]
     both = batch.evaluate(doubled, [*batch.units, *copies], range(2 * len(batch.units)))
     for offset in (0, count)[: 1 if batch.reward.by_place else 2]:
@@ -367,7 +352,7 @@ def _shown(score: Score) -> str:
     return repr(list(score) if score and len(score) > 1 else score and score[0])
 
 
-def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
+def lacking_columns(reward: LoadedReward, rows: RewardRows) -> list[str]:
     """Return the columns that a reward cannot do without and that these rows lack."""
     _, needs = keywords_of(reward.function)
     if reward.times_column is not None:
@@ -375,7 +360,7 @@ def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
     return sorted(needs - set(keywords_for(rows)))
 
 
-def _check_columns(reward: LoadedReward, rows: Rows) -> None:
+def _check_columns(reward: LoadedReward, rows: RewardRows) -> None:
     lacking = lacking_columns(reward, rows)
     if lacking:
         raise DprlhfError(

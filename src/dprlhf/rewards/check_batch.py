@@ -13,8 +13,8 @@ from dprlhf.rewards.logs import CallLog, Logged, gathered
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
+    RewardRows,
     RoundState,
-    Rows,
     call_reward,
     group_rows,
     parse_turns,
@@ -38,7 +38,7 @@ class CheckedBatch:
     """
 
     reward: LoadedReward
-    rows: Rows
+    rows: RewardRows
     units: list[list[int]]
     users: int
     state: RoundState
@@ -63,7 +63,7 @@ class CheckedBatch:
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
         try:
-            rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
+            rows = RewardRows(prompts, completions, completion_ids, columns or {}, turns)
         except ValueError as error:
             raise DprlhfError(f"check_reward: {error}: give one of each for every row") from None
         owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
@@ -100,7 +100,7 @@ class CheckedBatch:
 
     def evaluate(
         self,
-        rows: Rows,
+        rows: RewardRows,
         units: Sequence[Sequence[int]],
         chosen: Sequence[int],
         logs: list[Logged] | None = None,

@@ -59,7 +59,7 @@ class RoundState:
         return RoundState(rounds, self.max_steps, self.num_train_epochs)
 
 
-class Log(Protocol):
+class LogSink(Protocol):
     """Takes what one call of a reward logs: see :class:`dprlhf.rewards.logs.CallLog`."""
 
     def log_metric(self, name: object, value: object) -> None:
@@ -149,7 +149,7 @@ class AnswerError(Exception):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Rows:
+class RewardRows:
     """Completions to score, each with its prompt, token ids and dataset columns.
 
     Attributes:
@@ -188,9 +188,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def take(self, indices: Sequence[int]) -> Rows:
+    def take(self, indices: Sequence[int]) -> RewardRows:
         """Return the rows at ``indices``, in that order."""
-        return Rows(
+        return RewardRows(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             [self.completion_ids[i] for i in indices],
@@ -251,7 +251,7 @@ def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozen
 
 
 def keywords_for(
-    rows: Rows, state: RoundState | None = None, log: Log | None = None
+    rows: RewardRows, state: RoundState | None = None, log: LogSink | None = None
 ) -> dict[str, Any]:
     """Return all keywords that TRL 1.16 passes; without a log, the logging functions do nothing."""
     return {
@@ -282,9 +282,9 @@ def _copied_value(value: Any) -> Any:
 
 def call_reward(
     reward: LoadedReward,
-    rows: Rows,
+    rows: RewardRows,
     state: RoundState | None = None,
-    log: Log | None = None,
+    log: LogSink | None = None,
 ) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 

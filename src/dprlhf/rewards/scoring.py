@@ -21,8 +21,8 @@ from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
     RewardFunction,
+    RewardRows,
     RoundState,
-    Rows,
     as_reward,
     call_reward,
     group_rows,
@@ -168,7 +168,7 @@ class Scorer:
         Raises:
             ValueError: the arguments differ in length.
         """
-        rows = Rows(prompts, completions, completion_ids, columns, turns, places)
+        rows = RewardRows(prompts, completions, completion_ids, columns, turns, places)
         if len(users) != len(rows):
             raise ValueError(f"{len(users)} user ids for {len(rows)} rows to score")
         groups = group_rows(users)
@@ -191,7 +191,7 @@ class Scorer:
         return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None, problem)
 
     def _answered(
-        self, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
+        self, rows: RewardRows, groups: Sequence[Sequence[int]], *, private: bool
     ) -> list[_Answers]:
         """Return the answers of each reward; asynchronous ones run at the same time."""
         found = [_Answers(reward, rows, self.state, private) for reward in self.rewards]
@@ -225,7 +225,9 @@ class _Answers:
         logs: The log of each call that did not fail, with the numbers of its rows.
     """
 
-    def __init__(self, reward: LoadedReward, rows: Rows, state: RoundState, private: bool) -> None:
+    def __init__(
+        self, reward: LoadedReward, rows: RewardRows, state: RoundState, private: bool
+    ) -> None:
         self.reward = reward
         self.values: list[Any] = [None] * len(rows)
         self.logs: list[tuple[CallLog, Sequence[int]]] = []
@@ -353,7 +355,7 @@ def _weighted_sums(
 
 
 def _attempt(
-    reward: LoadedReward, rows: Rows, state: RoundState, log: CallLog, *, private: bool
+    reward: LoadedReward, rows: RewardRows, state: RoundState, log: CallLog, *, private: bool
 ) -> list[Any] | Failure:
     # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
     # or an exit that must propagate does so as a new exception without text.
