@@ -50,6 +50,8 @@ REMOVED = {
     " at no stated cost: take another, or privacy.epsilon=.inf for a baseline",
     "use_dora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_dora: true, …}}",
     "use_rslora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_rslora: true, …}}",
+    "rewards.plugin": "write function: package.module:attribute",
+    "rewards.max_tokens": "a classifier reads a text up to its model's own limit",
     "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf privacy selection": "declare the runs on the same users in privacy.tuning_runs",

@@ -5,7 +5,6 @@ import contextlib
 import doctest
 import functools
 import gc
-import importlib.metadata
 import io
 import logging
 import math
@@ -943,33 +942,6 @@ def test_loading_says_what_is_wrong(spec: recipe.Reward, text: str) -> None:
         load_reward(spec)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    def points(group: str) -> importlib.metadata.EntryPoints:
-        return importlib.metadata.EntryPoints(
-            importlib.metadata.EntryPoint(name, value, "dprlhf.rewards")
-            for name, value in (
-                ("brevity", f"{__name__}:length"),
-                ("broken", "no_such_module:f"),
-                ("twice", "os.path:join"),
-                ("twice", "os.path:split"),
-            )
-            if group == "dprlhf.rewards"
-        )
-
-    monkeypatch.setattr(importlib.metadata, "entry_points", points)
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[length.__module__])
-    loaded = load_reward(recipe.Reward(plugin="brevity", weight=2.0))
-    assert score(loaded, ["abc"]).values.tolist() == [6.0]
-    for name, text in (
-        ("brevty", "did you mean 'brevity'? installed plugins: brevity, broken, twice"),
-        ("broken", "cannot be loaded: ModuleNotFoundError"),
-        ("twice", "several packages"),
-    ):
-        with pytest.raises(DprlhfError) as caught:
-            load_reward(recipe.Reward(plugin=name))
-        assert text in str(caught.value)
 
 
 # --- classifier ---------------------------------------------------------------------------------

@@ -14,13 +14,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Reward(Settings):
-    """One reward; give exactly one of ``function``, ``classifier`` and ``plugin``.
+    """One reward; give either ``function`` or ``classifier``.
 
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
         classifier: Hub id or folder of a sequence classifier, or ``asset:…``.
         revision: Branch, tag or commit of the classifier's hub id; null takes the newest version.
-        plugin: Name in the entry-point group ``dprlhf.rewards`` of an installed package.
         weight: Weight of this reward in the sum.
         times_column: Column of the dataset with a factor for each score, such as 1 for a user who
             wants more of it and −1 for one who wants less; null for none. A row without a number
@@ -31,27 +30,24 @@ class Reward(Settings):
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
-        max_tokens: Number of tokens to which the classifier's texts are truncated.
         batch_size: Number of texts that the classifier scores at once.
     """
 
     function: str | None = None
     classifier: str | None = None
     revision: str | None = None
-    plugin: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     times_column: str | None = None
     per_user: bool = False
     by_turn: bool = False
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
-    max_tokens: PositiveInt = 128
     batch_size: PositiveInt = 64
 
     @property
     def name(self) -> str:
         """What the recipe calls the reward."""
-        return str(self.function or self.classifier or self.plugin)
+        return str(self.function or self.classifier)
 
     def source(self, key: str) -> Source:
         """Return where the reward comes from; ``key`` is this section's name."""
@@ -64,10 +60,10 @@ class Reward(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> Reward:
-        if sum(x is not None for x in (self.function, self.classifier, self.plugin)) != 1:
-            raise ValueError("give exactly one of function, classifier, plugin")
+        if (self.function is None) == (self.classifier is None):
+            raise ValueError("give either function or classifier")
         if self.revision is not None and self.classifier is None:
-            raise ValueError("revision is for a classifier, not for a function or plugin")
+            raise ValueError("revision is for a classifier, not for a function")
         return self
 
 
