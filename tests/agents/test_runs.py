@@ -207,7 +207,6 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
     agent = {
         "tools": [f"{place}:add", "helpers.agents:fail"],
         "environment": "helpers.agents:Guessing",
-        "rollout_func": None,
         "max_tool_calling_iterations": 2,
     }
     result = dprlhf.train(**settings(model, tmp_path / "run", rollout__agent=agent))

@@ -520,7 +520,7 @@ def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) ->
         ({"model_init_kwargs": "x"}, "^model_init_kwargs: give a dictionary, not 'x'"),
         ({"environment_factory": 3}, "^environment_factory: give a class, .* not a int"),
         ({"environment_factory": {"a": 3}}, "^environment_factory: give a class, .* not a int"),
-        ({"rollout_func": 3}, "^rollout_func: give a function, not a int"),
+        ({"rollout_func": len}, "^rollout_func: .* give tools, or an environment"),
         ({"compute_metrics": 3}, "^compute_metrics: give a function of .*, not a int"),
         ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
         ({"train_dataset": 5}, "^train_dataset: give a datasets.Dataset .*, not a int"),

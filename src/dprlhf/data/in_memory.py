@@ -59,7 +59,6 @@ class InMemoryInputs:
         reward_processing_classes: The tokenizers of rewards that are models.
         tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory; or several by name.
-        rollout_func: Makes the responses itself, in place of tools and environment.
         compute_metrics: Further measures of the evaluation's responses, a function of the texts,
             their rewards and the prompts; None for none.
 
@@ -83,7 +82,6 @@ class InMemoryInputs:
         models: Mapping[str, Any] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-        rollout_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[..., Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
@@ -102,7 +100,6 @@ class InMemoryInputs:
         self.agent: dict[str, Any] = {
             "tools": list(tools) if tools else None,
             "environment_factory": environment_factory,
-            "rollout_func": rollout_func,
         }
         self.rewards: list[GivenReward] | None = None
         if reward is not None:

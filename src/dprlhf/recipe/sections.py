@@ -138,8 +138,7 @@ class Rollout(Settings):
     @property
     def shares_prompts(self) -> bool:
         """Whether all responses to a prompt answer the same tokens."""
-        agent = self.agent
-        return agent is None or (agent.environment is None and agent.rollout_func is None)
+        return self.agent is None or self.agent.environment is None
 
     @property
     def truncates(self) -> list[str]:
@@ -187,8 +186,6 @@ class Rollout(Settings):
             raise ValueError("agent: its turns have too many shapes for cuda_graphs")
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
-        if self.agent is not None and self.agent.rollout_func and self.base_policy == "reference":
-            raise ValueError("agent.rollout_func works with base_policy on-policy")
         if self.agent is not None and self.min_new_tokens:
             raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self

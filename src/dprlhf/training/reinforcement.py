@@ -59,7 +59,7 @@ from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
 
 if TYPE_CHECKING:
-    from dprlhf.agents import AgentSampler, FunctionSampler
+    from dprlhf.agents import AgentSampler
     from dprlhf.training.guidance import Guidance
 
 NEAR_ZERO, HEALTHY = 0.1, 0.9
@@ -134,7 +134,7 @@ class Reinforcement:
         self.guidance: Guidance | None = None
         self.keeps = False
         self.timing: dict[str, float] = {}
-        self.agent: AgentSampler | FunctionSampler | None = None
+        self.agent: AgentSampler | None = None
         self._sources = sources
         self._valid = ValidShare()
         self._warned = False
@@ -193,27 +193,17 @@ class Reinforcement:
         self._neutral = neutral_prompts(
             conversations=users.conversations, in_rows=users.with_prompts
         )
-        acting = self._acting
-        if acting is not None:
-            acting.agent.check_columns(users.column_names)
-        if acting is not None and not users.conversations:
-            raise DprlhfError(
-                "rollout.agent: tools are called in conversations, and data.prompt_column"
-                f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
-            )
+        if self.agent is not None:
+            self.agent.agent.check_columns(users.column_names)
+            if not users.conversations:
+                raise DprlhfError(
+                    "rollout.agent: tools are called in conversations, and data.prompt_column"
+                    f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
+                )
         if self.recipe.update.least_squares is not None:
             from dprlhf.updates.privls.in_round import check_dimension
 
             check_dimension(self.recipe.update, policy.dimension)
-
-    @property
-    def _acting(self) -> AgentSampler | None:
-        """The sampler of a policy with tools; None without them, or with a ``rollout_func``."""
-        if self.agent is None:
-            return None
-        from dprlhf.agents import AgentSampler
-
-        return self.agent if isinstance(self.agent, AgentSampler) else None
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each prompt whether it has more tokens than the recipe keeps."""
@@ -252,7 +242,6 @@ class Reinforcement:
     def shapes(self) -> Shapes:
         """The shapes of sampling and of the update."""
         recipe, rollout = self.recipe, self.recipe.rollout
-        given = self.agent is not None and self._acting is None
         return Shapes(
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
@@ -260,7 +249,7 @@ class Reinforcement:
             num_generations=rollout.responses if rollout.shares_prompts else 1,
             prompts=recipe.data.prompts_in_round,
             update=recipe.update,
-            rollout=None if rollout.backend == "vllm" or given else rollout,
+            rollout=None if rollout.backend == "vllm" else rollout,
             keeps=self.keeps,
         )
 
@@ -274,13 +263,10 @@ class Reinforcement:
         )
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
-        if self._acting is not None:
-            from dprlhf.agents import check_fresh
+        if self.agent is not None:
+            from dprlhf.agents import check_apart, check_fresh
 
-            check_fresh(self._acting.agent, rows * recipe.data.prompts_in_round)
-        if policy.sampler is not None:
-            from dprlhf.agents import check_apart
-
+            check_fresh(self.agent.agent, rows * recipe.data.prompts_in_round)
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = check_rewards(
             self.rewards,
@@ -340,8 +326,7 @@ class Reinforcement:
         self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink, state=self._state)
         if self.agent is not None:
             self.agent.sink = sink
-        if self._acting is not None:
-            self._acting.agent.in_rounds = True
+            self.agent.agent.in_rounds = True
         yield
 
     # --- the rounds -------------------------------------------------------------------------

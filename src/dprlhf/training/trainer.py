@@ -143,9 +143,6 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         card: The run's privacy card.
     """
     plan, trained = run.plan, run.recipe.trained
-    # A function that makes the responses gets the whole prompts, and so do the rewards.
-    agent = run.recipe.rollout.agent if isinstance(run.recipe, Recipe) else None
-    sees_the_cut = isinstance(run.recipe, Recipe) and not (agent and agent.rollout_func)
     whole = card.get("total", card)
     promise = "none: no noise is added (a baseline)"
     if plan.private:
@@ -160,7 +157,7 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         f"users     {plan.users:,}, in {plan.rounds} rounds of {plan.expected_batch_size:.1f}"
         f" expected users; each takes part {plan.participations} time(s)",
         f"rows      {run.recipe.data.kept}"
-        + (", and that is what rewards see" if sees_the_cut else ""),
+        + (", and that is what rewards see" if isinstance(run.recipe, Recipe) else ""),
         f"machine   {run.processes.count} process(es), {run.policy.device}, {trained.dtype};"
         f" {run.policy.dimension:,} trained parameters of {trained.model_name_or_path}",
         f"time      {time}",

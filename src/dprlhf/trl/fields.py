@@ -301,7 +301,7 @@ ARGUMENTS: dict[str, Field] = {
         " and prefix tuning, whose tokens stand before a prompt, and what the message names",
     ),
     "tools": Field("honoured", "functions, also asynchronous ones"),
-    "rollout_func": Field("mapped", "called with the prompts of one user at a time"),
+    "rollout_func": Field("refused", "give tools or environment_factory"),
     "environment_factory": Field("mapped", "one environment for each trajectory"),
 }  # fmt: skip
 """The arguments of TRL's trainers."""

@@ -24,7 +24,7 @@ from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Users
-from dprlhf.errors import DprlhfError, InterruptedRunError
+from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
@@ -136,8 +136,7 @@ class PrivateTrainer(Generic[C]):
             peft_config: PEFT config of the adapter; None trains all weights. A ``PeftModel`` brings
                 its own: one untrained LoRA, which is built again from its config.
             tools: Functions that the policy may call, sync or async.
-            rollout_func: Samples the responses itself; called with one user's prompts at a time,
-                and with a stand-in for the trainer that has its model, tokenizer and settings.
+            rollout_func: Refused: responses are sampled by the code that ε relies on.
             environment_factory: Makes an environment for each trajectory; its public methods are
                 tools, and its ``get_reward`` and ``get_turn_reward`` are rewards. A dictionary has
                 a factory for each value of the column ``environment``.
@@ -152,6 +151,8 @@ class PrivateTrainer(Generic[C]):
         """
         own = as_private(args, self.config, self._default_folder)
         refuse_optimizers(optimizers)
+        if rollout_func is not None:
+            raise DprlhfError(f"rollout_func: {REMOVED['rollout_func']}")
         self.args: Any = with_user_column(own, user_column)
         self._metrics = metrics_of(compute_metrics)
         model = without_wrapper(model)
@@ -159,7 +160,6 @@ class PrivateTrainer(Generic[C]):
         self._agent: dict[str, Any] = {
             "tools": tools or None,
             "environment_factory": environment_factory,
-            "rollout_func": rollout_func,
         }
         self._rewards = self._given_rewards(reward_funcs, reward_processing_classes)
         self._train_dataset, self._eval_dataset = train_dataset, eval_dataset
