@@ -461,28 +461,6 @@ class TestRewardCheck:
         assert not stand_ins
         assert report.scores == (1.0,) * 6
 
-    def test_what_a_reward_logs(self, here: Path) -> None:
-        Path("logging.py").write_text(
-            "calls = []\n"
-            "def reward(completions, log_metric):\n"
-            "    calls.append(1)\n"
-            "    log_metric('rows', len(completions))\n"
-            "    log_metric('calls', len(calls))\n"
-            "    return [len(c) / 10 for c in completions]\n"
-            "def declared(completions, log_metric):\n"
-            "    return reward(completions, log_metric)\n"
-            "declared.dprlhf_logs_public = True\n"
-        )
-        changing = "logs that change when called again, not published: calls"
-        held = "logs without dprlhf_logs_public on the reward, not published: rows"
-        for name, expected in (
-            ("reward", [changing, held]),
-            ("declared", ["logs: rows", changing]),
-        ):
-            done = call("reward-check", f"logging.py:{name}", "--prompts", "public.csv")
-            lines = [line.strip() for line in done.output.splitlines() if "  logs" in line]
-            assert lines == expected
-
     def test_a_reward_that_couples_users_is_refused(self, here: Path) -> None:
         done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
         assert isinstance(done.exception, DprlhfError)

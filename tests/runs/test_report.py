@@ -105,13 +105,6 @@ class TestWholeRun:
         assert "This run has no such values" not in html
         assert "Not measured in this run" not in html
 
-    def test_what_a_reward_logs_in_public_is_no_damage(self, run: Path) -> None:
-        file = run / "evaluation.json"
-        logged = {"before": {"share": 0.25}, "after": {"share": 0.5}}
-        file.write_text(json.dumps({**json.loads(file.read_text()), "logged": logged}))
-        assert problems(write_report([run]).read_text()) == ""
-        assert read_run(run).evaluation
-
     def test_nothing_is_loaded_and_nothing_runs(self, run: Path) -> None:
         html = write_report([run]).read_text()
         page = Page(html)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,8 +90,6 @@ class LoadedReward:
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
             the same as alone. 0, without a check, calls it for one private user at a time.
-        published: Names that it may log to the metrics of public rows: it declares that their
-            values depend on these rows alone, and the check saw nothing else.
     """
 
     function: RewardFunction
@@ -100,7 +98,6 @@ class LoadedReward:
     per_user: bool = False
     checked_rows: int = 0
     times_column: str | None = None
-    published: frozenset[str] = frozenset()
     by_turn: bool = False
 
     @property
@@ -127,10 +124,6 @@ class LoadedReward:
     def in_calls_of(self, rows: int) -> LoadedReward:
         """Return the same reward, called with at most so many rows of private users."""
         return self._with(checked_rows=rows)
-
-    def publishing(self, names: Iterable[str]) -> LoadedReward:
-        """Return the same reward, which may log these names to the metrics of public rows."""
-        return self._with(published=frozenset(names))
 
     def _with(self, **changes: Any) -> LoadedReward:
         return LoadedReward(**{**vars(self), **changes})

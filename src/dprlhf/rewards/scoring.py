@@ -41,8 +41,8 @@ class Scores:
         valid: Whether each row has a score, ``[rows]``, bool.
         failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
             from users, so it is for ``secret/`` only.
-        logged: What the rewards logged about the rows. Of private rows it is for ``secret/`` only;
-            of public rows it has the names that may be published.
+        logged: What the rewards logged about private rows, for ``secret/`` only; of public rows it
+            is dropped.
         returns: With rewards by turn the return-to-go of each turn, the sum of the scores from that
             turn on, in [−R, R], ``[rows, turns]``; None without. A trajectory that ended before a
             turn has the return of its last one there, so that with a score for whole trajectories
@@ -185,7 +185,7 @@ class Scorer:
         valid = present & ~failed & ~overflow
         returns = np.where(valid[:, None], returns, 0.0).clip(-self.bound, self.bound)
         kept = {kind: n for kind, n in failures.items() if n}
-        logged = self._logged(found, len(rows), private=private)
+        logged = gathered([log for one in found for log in one.logs] if private else [], len(rows))
         raised = (v.message for one in found for v in one.values if isinstance(v, Failure))
         problem = next(filter(None, raised), ", ".join(kept))
         return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None, problem)
@@ -203,17 +203,6 @@ class Scorer:
             for done in [pool.submit(one.ask, groups) for one in waiting]:
                 done.result()
         return found
-
-    def _logged(self, found: Sequence[_Answers], rows: int, *, private: bool) -> Logged:
-        """Put together what was logged; of public rows, what each reward may publish."""
-        metrics: dict[str, float] = {}
-        extra: dict[str, Sequence[Any]] = {}
-        for reward, answered in zip(self.rewards, found, strict=True):
-            logged = gathered(answered.logs, rows)
-            logged = logged if private else logged.only(reward.published)
-            metrics |= logged.metrics
-            extra |= logged.extra
-        return Logged(metrics, extra)
 
 
 class _Answers:

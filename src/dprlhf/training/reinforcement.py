@@ -287,7 +287,6 @@ class Reinforcement:
             else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
             for r in self.rewards
         ]
-        self.rewards = [r.publishing(self.spread.published.get(r.name, ())) for r in self.rewards]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         judging = self.judges.items()
@@ -479,8 +478,7 @@ class Reinforcement:
         for line in first_samples(public, t):
             kept.write(line)
         against_base = comparison_metrics(compared(self._before, public))
-        logged = {f"public_logged_{n}": v for n, v in public.logged.metrics.items()}
-        return {**as_metrics(public.estimates), **against_base, **logged}
+        return {**as_metrics(public.estimates), **against_base}
 
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
         """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""

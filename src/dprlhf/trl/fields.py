@@ -321,8 +321,7 @@ LOG: dict[str, Field] = {
         total_flos""")),
     "eval_*loss": Field("absent", "eval_reward and the measures beside it say more"),
     "log_metric": Field(
-        "absent", "what a reward logs of private rows; of public ones eval_logged_NAME, if it"
-        " declares dprlhf_logs_public",
+        "absent", "what a reward logs is in secret/telemetry-*.jsonl, of private rows alone",
     ),
 }  # fmt: skip
 """The fields of TRL's ``state.log_history``; ``*`` stands for any text."""
