@@ -127,7 +127,7 @@ def test_a_callback_may_be_a_class(tmp_path: Path) -> None:
         ({"reward_weights": [math.nan]}, "reward_weights: .* finite number, not nan"),
         ({"tools": length}, "tools: give a list of functions"),
         ({"environment_factory": 3}, "environment_factory: give a class, .* not a int"),
-        ({"rollout_func": length}, "'rollout_func' is gone: "),
+        ({"rollout_func": length}, "argument 'rollout_func': responses are sampled by the code"),
         ({"processing_class": "gpt2"}, "processing_class='gpt2': give the tokenizer, such as"),
     ],
 )

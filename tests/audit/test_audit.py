@@ -332,24 +332,6 @@ def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path
 
 
 @pytest.mark.slow
-def test_prompt_canaries_that_move_the_same_parameters_refute_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Users share the model's parameters: a sum may move one by more than the clip norm."""
-    tiny.save(tmp_path / "model")
-    policy = {
-        "model_name_or_path": str(tmp_path / "model"),
-        "adapter": {"type": "lora", "rank": 1, "target_modules": ["c_attn"]},
-    }
-    monkeypatch.setattr("dprlhf.audit.canaries._likes", lambda prompt, first: first < "m")
-    recipe = recipe_of(
-        policy=policy, rounds=1, rollout={"responses": 8}, update={"name": "pg", "clip_norm": 1e-4}
-    )
-    found = audit(recipe, tmp_path / "audit", canaries=60, space="prompt", seed=1, quiet=True)
-    assert found.refuted_by == ()
-
-
-@pytest.mark.slow
 def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> None:
     model = tiny.model()
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +149,6 @@ def test_what_is_logged_of_private_rows_stays_in_the_secret_folder(tmp_path: Pat
     secret = "".join(f.read_text() for f in (folder / "secret").glob("telemetry-*.jsonl"))
     assert all(text in secret for text in ("4321.5", "only private", "about private"))
     assert "only public" not in secret
-
-
-def test_what_is_logged_outside_of_its_call_is_dropped() -> None:
-    kept: list[Callable[..., None]] = []
-
-    def hoarding(prompts: list[str], completions: list[str], log_metric: Any) -> list[float]:
-        for log in kept:
-            log("late", SECRET)
-        kept.append(log_metric)
-        return [0.0] * len(completions)
-
-    reward = LoadedReward(hoarding, "r", per_user=True)
-    for _ in range(3):
-        assert dict(score(reward, TEXTS, private=True).logged.metrics) == {}
-    assert len(kept) == 12
 
 
 def test_rows_that_are_scored_apart_are_logged_in_their_places() -> None:

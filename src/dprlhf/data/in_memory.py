@@ -14,7 +14,7 @@ from dprlhf.data.file_formats import with_conversations
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
-from dprlhf.errors import DprlhfError, nearest
+from dprlhf.errors import REMOVED, DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
@@ -264,7 +264,7 @@ def _refuse(name: str) -> None:
     """Refuse one of TRL's names that has no key, as the command line does, or one misspelt."""
     from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS
 
-    text = _ARGUMENTS.get(name) or INSTEAD.get(name)
+    text = _ARGUMENTS.get(name) or INSTEAD.get(name) or REMOVED.get(name)
     if text:
         dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""
         raise DprlhfError(f"argument '{name}': {text}{dots}")

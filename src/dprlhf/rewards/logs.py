@@ -23,10 +23,7 @@ _TEXT.maxstring = _TEXT.maxother = 1_000
 
 
 class CallLog:
-    """Takes what one call of a reward logs; what comes after the call is dropped.
-
-    A reward may keep ``log_metric`` from a call with public rows: used later, it would publish
-    what it was told about private ones.
+    """Takes what one call of a reward logs.
 
     Args:
         rows: Number of rows in the call.
@@ -42,14 +39,13 @@ class CallLog:
         self.extra: dict[str, list[Any]] = {}
         self.problem = ""
         self._rows = rows
-        self._open = True
 
     def log_metric(self, name: object, value: object) -> None:
         """Take a scalar; one that is no finite number is dropped."""
         number = parse_answer(value)
         if number is None or isinstance(number, Failure):
             self._refuse(f"log_metric({_name(name)!r}, …) got a value that is not a finite number")
-        elif self._open:
+        else:
             self.metrics.append((_name(name), number))
 
     def log_extra(self, column: object, values: object) -> None:
@@ -61,12 +57,8 @@ class CallLog:
         if copied is None or len(copied) != self._rows:
             name = _name(column)
             self._refuse(f"log_extra({name!r}, …) needs a list with one value per completion")
-        elif self._open:
+        else:
             self.extra[_name(column)] = [bounded(value) for value in copied]
-
-    def close(self) -> None:
-        """End the call."""
-        self._open = False
 
     def _refuse(self, problem: str) -> None:
         self.problem = self.problem or problem

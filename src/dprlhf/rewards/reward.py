@@ -68,9 +68,6 @@ class LogSink(Protocol):
     def log_extra(self, column: object, values: object) -> None:
         """Take a column with one value for each row of the call."""
 
-    def close(self) -> None:
-        """End the call."""
-
 
 BY_PLACE = "dprlhf_by_place"
 """Attribute of a reward that takes the rows' places: see :attr:`LoadedReward.by_place`."""
@@ -293,15 +290,9 @@ def call_reward(
     keywords = keywords_for(rows, state, log)
     if reward.by_place:
         keywords["places"] = list(rows.places)
-    try:
-        answer = reward.function(
-            **{k: v for k, v in keywords.items() if takes is None or k in takes}
-        )
-        if inspect.isawaitable(answer):
-            answer = wait_for(answer)
-    finally:
-        if log is not None:
-            log.close()
+    answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
+    if inspect.isawaitable(answer):
+        answer = wait_for(answer)
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
