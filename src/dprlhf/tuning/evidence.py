@@ -17,8 +17,6 @@ from dprlhf.tuning.tried import Tuned, changes_text
 _WIDTH = 98
 _SHOWN = 6
 """The most settings whose rewards are listed, the best ones first."""
-_NEAR = 0.9
-"""From this share of the reward's range on, trials are taken to be hard to tell apart."""
 
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
@@ -92,13 +90,6 @@ def header(tuned: Tuned) -> str:
     lines += [f"  {changes_text(one.changes)}: {one}" for one in shown]
     if not tuned.best.changes:
         lines.append("  nothing that was tried is better, so nothing has changed")
-    most = tuned.recipe.reward_range
-    if tuned.best.score >= _NEAR * most:
-        lines.append(
-            f"That is near the end of the reward's range (reward_range: {most:g}), where trials"
-            " can hardly be told apart, and texts that have come apart may earn as much. With the"
-            " same reward, less KL is nearer to the base model; kl.beta makes it count."
-        )
     lines.append(
         "These rewards chose the settings, so they flatter them: compare runs by their evaluation,"
         " whose prompts were not used."
