@@ -34,6 +34,8 @@ from dprlhf.rewards.reward import (
 if TYPE_CHECKING:
     import torch
 
+ENTRY_POINT_GROUP = "dprlhf.rewards"
+
 
 def load_rewards(
     specs: Sequence[recipe.Reward],
@@ -119,6 +121,10 @@ def _load_named(
     function: object
     if spec.function is not None:
         source, function = spec.function, load_function(spec.function)
+    elif spec.plugin is not None:
+        from dprlhf.recipe.plugins import load_plugin
+
+        source, function = spec.plugin, load_plugin(ENTRY_POINT_GROUP, spec.plugin, "reward")
     else:
         assert spec.classifier is not None
         source, function = spec.classifier, _classifier(spec, spec.classifier, device, tokenizer)
@@ -147,6 +153,7 @@ def _classifier(
         source,
         tokenizer=tokenizer,
         label=spec.label,
+        max_tokens=spec.max_tokens,
         batch_size=spec.batch_size,
         text=spec.text,
         device=device,

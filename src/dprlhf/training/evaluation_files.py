@@ -22,6 +22,8 @@ def first_samples(found: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
         }
         if found.judges:
             line["judges"] = found.judged(row)
+        if found.logged.extra:
+            line["logged"] = found.logged.row(row)
         yield line
 
 
@@ -35,6 +37,8 @@ def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
             sample[f"reward_{when}"] = float(one.rewards[row])
             if one.judges:
                 sample[f"judges_{when}"] = one.judged(row)
+            if one.logged.extra:
+                sample[f"logged_{when}"] = one.logged.row(row)
         found.append(sample)
     return found
 
@@ -47,4 +51,6 @@ def figures(before: Evaluated, after: Evaluated) -> dict[str, Any]:
         for when, one in both.items()
     }
     found["compared"] = {name: one.as_dict() for name, one in compared(before, after).items()}
+    if after.logged.metrics:
+        found["logged"] = {when: dict(one.logged.metrics) for when, one in both.items()}
     return found
