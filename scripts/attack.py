@@ -1,10 +1,10 @@
-"""Attack the guarantee: audits, distinguishing games, membership inference, kills and leaks.
+"""Attack the guarantee: audits, membership inference, kills and leaks.
 
 Writes ``docs/results/attack.json`` and ``docs/images/membership.png``. Every part can be stopped
 and called again: what ``--cache`` holds is not measured twice. On one slow core the audits take
-about half an hour, the kills a quarter of an hour, the games a few minutes each.
+about half an hour, the kills a quarter of an hour.
 
-    python scripts/attack.py [audits] [games] [membership] [kills] [leaks]
+    python scripts/attack.py [audits] [membership] [kills] [leaks]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "results" / "attack.json"
 IMAGE = ROOT / "docs" / "images" / "membership.png"
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where an fsync costs nothing
-PARTS = ("audits", "games", "membership", "kills", "leaks")
+PARTS = ("audits", "membership", "kills", "leaks")
 
 
 class Cache:
@@ -122,64 +122,6 @@ def audit_results(held: dict[str, Any]) -> list[Result]:
             "all of at least 200", survived == len(held) >= 200,
         )
     )  # fmt: skip
-    return rows
-
-
-# --- distinguishing games --------------------------------------------------------------------
-
-GAMES: list[tuple[str, int, dict[str, Any]]] = [
-    ("one Gaussian, epsilon 1", 12_000, {"partition": "fixed", "epsilon": 1.0, "users": 2}),
-    ("one Gaussian, epsilon 4", 5_000, {"partition": "fixed", "epsilon": 4.0, "users": 2}),
-    ("one Gaussian, epsilon 8", 3_000, {"partition": "fixed", "epsilon": 8.0, "users": 2}),
-    (
-        "one Gaussian, replace-one, epsilon 4",
-        5_000,
-        {"partition": "fixed", "epsilon": 4.0, "users": 2, "adjacency": "replace-one"},
-    ),
-    (
-        "four releases a round, epsilon 4",
-        3_000,
-        {"partition": "fixed", "epsilon": 4.0, "users": 2, "releases_per_round": 4},
-    ),
-    (
-        "random allocation, 4 rounds, epsilon 4",
-        3_000,
-        {"partition": "random-allocation", "epsilon": 4.0, "users": 4, "rounds": 4},
-    ),
-    (
-        "random allocation, 4 rounds, epsilon 8",
-        3_000,
-        {"partition": "random-allocation", "epsilon": 8.0, "users": 4, "rounds": 4},
-    ),
-]
-
-
-def games(cache: Cache) -> None:
-    from dprlhf.audit import play
-    from dprlhf.privacy.plan import make_plan
-
-    for name, runs, changes in GAMES:
-        if f"games/{name}" in cache:
-            continue
-        plan = make_plan(**({"rounds": 1, "delta": 1e-5} | changes))
-        game = play(plan, runs, seed=0)
-        gaussian = plan.partition == "fixed"
-        cache.keep(
-            f"games/{name}",
-            {"bound": game.bound(), "epsilon": plan.guarantee.epsilon, "gaussian": gaussian},
-        )
-        print(f"{name}: {game.bound():.3f} of {plan.guarantee.epsilon:.4g}", flush=True)
-
-
-def game_results(held: dict[str, Any]) -> list[Result]:
-    rows = []
-    for name, v in held.items():
-        share = v["bound"] / v["epsilon"]
-        near = share >= 0.7 or not v["gaussian"]
-        goal = "0.7 to 1" if v["gaussian"] else "at most 1"
-        rows.append(
-            Result(f"game: {name}: bound over claim", share, "1", goal, near and share <= 1)
-        )
     return rows
 
 
@@ -358,14 +300,12 @@ def main() -> None:
     given = parser.parse_args()
     run: dict[str, Any] = {
         "audits": lambda cache: audits(cache, given.canaries, given.most),
-        "games": games,
         "membership": membership,
         "kills": lambda cache: kills(cache, given.kills),
         "leaks": leaks,
     }
     results = {
         "audits": audit_results,
-        "games": game_results,
         "membership": membership_results,
         "kills": kill_results,
         "leaks": leak_results,

@@ -137,7 +137,6 @@ def test_boundary_types_are_frozen() -> None:
 
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
-        "audit/game": "plays with synthetic users of its own, and tells the adversary their rounds",
         "audit/canaries": "the users are canaries; tells the attack their rounds where epsilon"
         " holds against those who know them",
         "papers/control/trajectories": "simulates a round's users",
@@ -153,7 +152,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "policies/optimizers": "moves the model",
         "training/rounds": "writes the norm of what was released to the metrics",
         "updates/telemetry": "reads the noised mean reward",
-        "audit/game": "shows the adversary what was released",
         "audit/watched_gate": "shows the auditor what was released of its canaries",
         "papers/control/updates": "keeps the noised mean return for later rounds",
         "papers/control/bandits": "moves the bandit's policy",

@@ -41,7 +41,6 @@ def train(
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     overrides: Sequence[str] = (),
     output_dir: str | Path | None = None,
@@ -71,8 +70,6 @@ def train(
         environment_factory: Makes an environment for each trajectory; its methods are tools.
             Without ``reward``, its ``get_reward`` and ``get_turn_reward`` are the rewards. A
             dictionary has a factory for each value of the column ``environment``.
-        rollout_func: TRL's ``rollout_func(prompts, trainer)``, which samples the responses itself;
-            it is called with one user's prompts at a time.
         evaluation_prompts: Public prompts in memory, for the reward before and after.
         overrides: Changes ``section.key=value`` to a YAML file.
         output_dir: The run folder; must not exist.
@@ -103,7 +100,6 @@ def train(
         reward_processing_classes=reward_processing_classes,
         tools=tools,
         environment_factory=environment_factory,
-        rollout_func=rollout_func,
     )
     model = without_wrapper(flat.get("model"))
     if is_model(model):
@@ -116,14 +112,7 @@ def train(
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:
         flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe
-
-    def complete(values: dict[str, Any], draft: Recipe) -> dict[str, Any]:
-        from dprlhf.training.defaults import completed
-
-        named = draft.policy.model_name_or_path
-        return completed(values, draft, sources, model if is_model(model) else named)
-
-    recipe = recipe_of(recipe, overrides, flat, sources, complete)
+    recipe = recipe_of(recipe, overrides, flat, sources)
     with contextlib.ExitStack() as refused:
         refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)
@@ -142,7 +131,6 @@ def resume(
     reward_processing_classes: Any = None,
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-    rollout_func: Callable[..., Any] | None = None,
     evaluation_prompts: Sequence[Any] | Any | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
@@ -161,7 +149,6 @@ def resume(
         reward_processing_classes: Their tokenizers.
         tools: The same tools.
         environment_factory: The same factory of environments.
-        rollout_func: The same function.
         evaluation_prompts: The same public prompts, if they were in memory.
         callbacks: Called after every round, as in :func:`train`.
         quiet: Show no progress bars.
@@ -180,7 +167,6 @@ def resume(
         reward_processing_classes=reward_processing_classes,
         tools=tools,
         environment_factory=environment_factory,
-        rollout_func=rollout_func,
     )
     recipe = _recipe_in(run_folder)
     model = without_wrapper(model)

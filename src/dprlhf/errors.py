@@ -50,9 +50,14 @@ REMOVED = {
     " at no stated cost: take another, or privacy.epsilon=.inf for a baseline",
     "use_dora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_dora: true, …}}",
     "use_rslora": "write policy.adapter={type: peft, peft: {peft_type: LORA, use_rslora: true, …}}",
+    "rollout_func": "responses are sampled by the code that epsilon relies on: give tools, or an"
+    " environment",
+    "rewards.plugin": "write function: package.module:attribute",
+    "rewards.max_tokens": "a classifier reads a text up to its model's own limit",
     "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf privacy selection": "declare the runs on the same users in privacy.tuning_runs",
+    "dprlhf doctor": "accelerate env shows this machine, and pip check what is missing",
     "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }

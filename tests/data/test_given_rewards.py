@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dprlhf.data.given_rewards import WHOLE_TEXT, given_rewards, rewards_of
+from dprlhf.data.given_rewards import given_rewards, rewards_of
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Reward
 
@@ -35,8 +35,8 @@ MODEL = SimpleNamespace(config=SimpleNamespace(), forward=print)
         ("org/model", None, [("org/model", 1.0)]),
         ([("asset:sentiment", 3)], None, [("asset:sentiment", 3.0)]),
         ("pkg.mod:f", [0.25], [("pkg.mod:f", 0.25)]),
-        (Reward(plugin="p", weight=0.5), None, [("p", 0.5)]),
-        ((Reward(plugin="p", weight=0.5), 4), None, [("p", 4.0)]),
+        (Reward(classifier="p", weight=0.5), None, [("p", 0.5)]),
+        ((Reward(classifier="p", weight=0.5), 4), None, [("p", 4.0)]),
         (MODEL, [0.5], [(IN_MEMORY, 0.5)]),
     ],
 )
@@ -45,11 +45,10 @@ def test_each_form_has_its_settings(reward: Any, weights: Any, expected: Any) ->
     assert [(one.settings.name, one.settings.weight) for one in found] == expected
 
 
-def test_a_model_keeps_its_tokenizer_and_is_not_cut_short() -> None:
+def test_a_model_keeps_its_tokenizer() -> None:
     plain, model = given_rewards([length, MODEL], tokenizers=[None, str.split])
     assert (plain.given, plain.tokenizer) == (length, None)
     assert (model.given, model.tokenizer) == (MODEL, str.split)
-    assert model.settings.max_tokens == WHOLE_TEXT
     assert plain.settings == Reward(function=IN_MEMORY)  # as earlier runs have it
 
 
@@ -100,12 +99,12 @@ def test_a_resumed_run_gets_no_further_reward() -> None:
     [
         ("per_user", True), ("by_turn", True),
         ("times_column", "gender"), ("label", "positive"), ("text", "completion"),
-        ("max_tokens", 64), ("batch_size", 8), ("weight", 2.0),
+        ("batch_size", 8), ("weight", 2.0),
     ],
 )  # fmt: skip
 def test_a_resumed_run_keeps_what_its_card_and_rounds_go_by(changed: str, value: Any) -> None:
     named: dict[str, Any] = {"function": "rewards.py:length"}
-    if changed in ("label", "text", "max_tokens", "batch_size"):
+    if changed in ("label", "text", "batch_size"):
         named = {"classifier": "org/model"}
     was, now = Reward(**named), Reward(**named, **{changed: value})
     with pytest.raises(DprlhfError, match=f"rewards.0 of this run has {changed} .*, not "):

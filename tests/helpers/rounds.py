@@ -33,22 +33,6 @@ class OpenGate:
         return Released(bounded.total / self.expected_batch_size, 1)
 
 
-class FixedGate:
-    """Keeps a copy of every sum, and releases the same values whatever the users were."""
-
-    def __init__(self, clip_norm: float) -> None:
-        self.clip_norm = clip_norm
-        self.sums: list[torch.Tensor] = []
-
-    def __call__(self, bounded: BoundedSum) -> Released[torch.Tensor]:
-        assert bounded.clip_norm == self.clip_norm
-        self.sums.append(bounded.total.clone())
-        generator = torch.Generator().manual_seed(len(self.sums))
-        size = bounded.total.shape
-        bounded.total.zero_()  # it is used up: who steps along it steps nowhere
-        return Released(0.01 * torch.randn(size, generator=generator, dtype=torch.float64), 1)
-
-
 def value_of(released: Released[T]) -> T:
     """Return what a released value holds."""
     return open_released(released, "a test")

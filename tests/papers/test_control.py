@@ -32,7 +32,7 @@ from dprlhf.papers.control.policies import (
 from dprlhf.papers.control.results import rows_of, slopes, write
 from dprlhf.papers.control.run_rows import MeasuredRow, run_table
 from dprlhf.papers.control.settings import Advantage, load, make
-from dprlhf.papers.control.tables import Row
+from dprlhf.papers.control.tables import TableRow
 from dprlhf.papers.control.train import plan_of, train
 from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi
@@ -282,22 +282,6 @@ def test_a_robot_holds_the_positions_that_the_policy_asks_for() -> None:
         assert np.allclose(chunk.rewards[0, : len(rewards)], rewards, rtol=1e-9)
 
 
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_a_robot_that_raises_makes_its_user_contribute_zero(method: str) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a secret")
-
-    def make() -> Any:
-        env = gymnasium.make("Hopper-v5").unwrapped
-        setattr(env, method, broken)
-        return env
-
-    policy = LinearAction(7, 3)
-    chunk = simulate(robot(make=make), policy, np.zeros(24), [(0, 0), (0, 1)])[0]
-    assert not chunk.steps.any()
-    assert not chunk.rewards.any()
-
-
 def test_rewards_out_of_range_are_clipped() -> None:
     chunk = simulate(odd("large"), LogLinearSoftmax(2, 2), np.zeros(4), [(0, u) for u in range(8)])
     assert chunk[0].rewards.max() == 1.0
@@ -373,24 +357,6 @@ def test_a_contribution_depends_on_one_user_alone_unless_it_is_labelled(
 
     same = np.array_equal(of([(0, 0), (0, 1)]), of([(0, 0), (0, 2)]))
     assert same == alone
-
-
-def test_a_critic_carries_users_into_later_rounds_and_the_public_baseline_does_not() -> None:
-    policy = LogLinearSoftmax(4, 2)
-    later = simulate(CARTPOLE, policy, np.zeros(8), [(0, 0)])
-
-    def weights(baseline: str, first: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        leak: dict[str, Any] = {}
-        spec = Advantage(discount=0.9, reference=1.0, baseline=baseline)  # type: ignore[arg-type]
-        for chunks in (simulate(CARTPOLE, policy, np.zeros(8), [first]), later):
-            round_ = ControlRound(
-                1, policy, torch.zeros(8), Private(chunks), None, None, None, {}, None, leak
-            )  # type: ignore[arg-type]
-            found = open_private(advantages(round_, spec))
-        return found[0]
-
-    assert np.array_equal(weights("public", (0, 5)), weights("public", (0, 6)))
-    assert not np.array_equal(weights("critic", (0, 5)), weights("critic", (0, 6)))
 
 
 def test_noise_is_added_once_and_only_by_the_plan() -> None:
@@ -562,7 +528,7 @@ def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None
 
 
 def test_a_row_that_falls_short_says_so() -> None:
-    row = Row("task", "train", {}, goal=10.0)
+    row = TableRow("task", "train", {}, goal=10.0)
     runs: list[dict[str, Any]] = [{"value": 9.0, "epsilon": 1.0}, {"value": 10.0, "epsilon": 1.0}]
     result = rows_of([MeasuredRow(row, runs)], "a command")[0]
     assert result.holds is False
@@ -572,7 +538,7 @@ def test_a_row_that_falls_short_says_so() -> None:
 def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
     def row(users: int, value: float) -> MeasuredRow:
         given = {"update": "npg/issp", "epsilon": 1.0, "users": users, "d": 4}
-        made = Row(f"bandit/{users}", "bandit", given, group="bandit")
+        made = TableRow(f"bandit/{users}", "bandit", given, group="bandit")
         return MeasuredRow(made, [{"value": value}])
 
     few = [row(100, math.nan), row(400, 0.2), row(1600, 0.1)]

@@ -13,7 +13,7 @@ import dprlhf
 from dprlhf.errors import InterruptedRunError
 from helpers import tiny
 from helpers.marks import slow
-from helpers.runs import ADAPTER, lower_case, run_settings
+from helpers.runs import ADAPTER, run_settings
 
 PROMPTS = ["u" * (3 + i % 11) for i in range(40)]
 FULL = {"type": "full"}
@@ -37,16 +37,6 @@ def padded(tokenizer: Any, texts: list[str]) -> Any:
     )
 
 
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    asked, model = padded(trainer.processing_class, prompts), trainer.model
-    longest = asked["input_ids"].shape[1]
-    model.config.task_specific_params = {"longest": longest}
-    model.generation_config.max_length = longest + 4
-    out = model.generate(**asked, do_sample=True, pad_token_id=0)[:, longest:].tolist()
-    ids = asked["input_ids"].tolist()
-    return {"prompt_ids": ids, "completion_ids": out, "logprobs": [[0.0] * len(t) for t in out]}
-
-
 def stop(metrics: dict[str, Any]) -> None:
     raise KeyboardInterrupt
 
@@ -60,23 +50,27 @@ def saved(folder: Path) -> dict[str, Any]:
     return {**read, **configs}
 
 
-@pytest.mark.parametrize(
-    ("adapter", "by"), [(FULL, "rollout_func"), (ADAPTER, "reward"), slow(ADAPTER, "rollout_func")]
-)
+@pytest.mark.parametrize("adapter", [FULL, slow(ADAPTER)])
 def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
-    adapter: dict[str, Any], by: str, tmp_path: Path
+    adapter: dict[str, Any], tmp_path: Path
 ) -> None:
     tokenizer, place = as_set_up(), tmp_path / "before"
     tokenizer.save_pretrained(place)
     if adapter == FULL:
         tiny.model().save_pretrained(place)
+    models: list[Any] = []
+
+    def fresh() -> Any:
+        models.append(tiny.model())
+        return models[-1]
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         padded(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
+        models[-1].config.task_specific_params = {"longest": max(map(len, prompts))}
+        models[-1].generation_config.max_length = max(map(len, prompts)) + 4
         return [float(len(text) % 3) for text in completions]
 
-    acts: dict[str, Any] = {"rollout_func": rollout, "reward": lower_case}
-    given = {**(acts if by == "rollout_func" else {"reward": reward}), "prompts": PROMPTS}
+    given: dict[str, Any] = {"reward": reward, "prompts": PROMPTS}
     common = run_settings(
         "", rounds=2, rollout__responses=2, policy__adapter=adapter, processing_class=tokenizer,
         **given,
@@ -89,7 +83,7 @@ def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
         seen.append(saved(tmp_path / f"{len(seen)}"))
 
     result = dprlhf.train(
-        **{**common, "model": tiny.model(), "output_dir": tmp_path / "run"},
+        **{**common, "model": fresh(), "output_dir": tmp_path / "run"},
         callbacks=[save_as_well],
     )
     of_tokenizer = {n: v for n, v in saved(place).items() if not n.endswith("config.json")}
@@ -101,11 +95,9 @@ def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
     # The same tokenizer continues a run that was interrupted after private calls.
     broken_off = tmp_path / "stopped"
     with pytest.raises(InterruptedRunError):
-        dprlhf.train(
-            **{**common, "model": tiny.model(), "callbacks": [stop], "output_dir": broken_off}
-        )
+        dprlhf.train(**{**common, "model": fresh(), "callbacks": [stop], "output_dir": broken_off})
     again = dprlhf.resume(
-        broken_off, model=tiny.model(), processing_class=tokenizer, quiet=True, **given
+        broken_off, model=fresh(), processing_class=tokenizer, quiet=True, **given
     )
     assert saved(again.folder.policy) == saved(place)
 

@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     [
         ("polcy", "policy"),
         ("policy.adapter.rnak", "policy.adapter.rank"),
-        ("rewards.1.max_token", "rewards.1.max_tokens"),
+        ("rewards.1.batch_sze", "rewards.1.batch_size"),
         ("update.clipnorm", "update.clip_norm"),
         ("evaluation.data.pth", "evaluation.data.path"),
         # Under the wrong section, with the right one named.
@@ -154,10 +154,10 @@ def test_a_model_made_in_memory_needs_its_tokenizer() -> None:
         ),
         ({"privacy__delta": 1}, "privacy: delta must lie between 0 and 1, not 1.0"),
         ({"privacy__delta": math.nan}, "privacy: delta must lie between 0 and 1, not nan"),
-        ({"rewards": [{}]}, "rewards.0: give exactly one of function, classifier, plugin"),
+        ({"rewards": [{}]}, "rewards.0: give either function or classifier"),
         (
-            {"rewards": [{"function": "f", "plugin": "p"}]},
-            "rewards.0: give exactly one of function, classifier, plugin",
+            {"rewards": [{"function": "f", "classifier": "c"}]},
+            "rewards.0: give either function or classifier",
         ),
         (
             {"rollout": {"base_policy": "reference", "responses": 3}},
@@ -193,8 +193,8 @@ def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
         ("optimizer.learning_rate=1e-3", lambda r: r.optimizer.learning_rate == 0.001),
         ("privacy.epsilon=inf", lambda r: r.privacy.epsilon == math.inf),
         ("rewards.0.function=a:b=c", lambda r: r.rewards[0].function == "a:b=c"),
-        ("rewards=[{plugin: p}]", lambda r: [x.plugin for x in r.rewards] == ["p"]),
-        ("rewards.1={plugin: p}", lambda r: r.rewards[1].plugin == "p"),
+        ("rewards=[{function: p}]", lambda r: [x.function for x in r.rewards] == ["p"]),
+        ("rewards.1={function: p}", lambda r: r.rewards[1].function == "p"),
         ("policy.adapter.target_modules.1=k", lambda r: r.policy.adapter.target_modules[1] == "k"),
         ("policy.adapter.target_modules=all-linear",
          lambda r: r.policy.adapter.target_modules == "all-linear"),

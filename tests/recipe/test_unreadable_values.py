@@ -43,5 +43,6 @@ def test_what_is_gone_is_refused_with_what_takes_its_place(name: str, tmp_path: 
             CliRunner().invoke(app, name.split()[1:], catch_exceptions=False)
         return
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(SMALL))
-    with pytest.raises(DprlhfError, match=f"'{name}' is gone: {re.escape(REMOVED[name])}"):
-        load_any_recipe(tmp_path / "recipe.yaml", [f"{name}=3"])
+    key = name.replace("rewards.", "rewards.0.")
+    with pytest.raises(DprlhfError, match=f"'{key}' is gone: {re.escape(REMOVED[name])}"):
+        load_any_recipe(tmp_path / "recipe.yaml", [f"{key}=3"])

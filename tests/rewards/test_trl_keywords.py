@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward
 from dprlhf.rewards.logs import CallLog, gathered
-from dprlhf.rewards.reward import RoundState, as_reward, is_async
+from dprlhf.rewards.reward import RoundState
 from helpers import tiny
 
 PROMPTS = ["p", "q", "r", "s"]
@@ -137,120 +136,19 @@ def logging_reward(
     return [float(len(c)) for c in completions]
 
 
-logging_reward.dprlhf_logs_public = True  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
 def test_what_is_logged_of_private_rows_stays_in_the_secret_folder(tmp_path: Path) -> None:
     folder = run(tmp_path, logging_reward)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    logged = [{n: v for n, v in line.items() if "logged" in n} for line in lines]
-    public = {"public_logged_share": 0.25, "public_logged_only public": 0.5}
-    assert logged == [public, public, {}]  # after the last round comes the evaluation at the end
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    own = {"share": 0.25, "only public": 0.5}
-    assert evaluation["logged"] == {"before": own, "after": own}
-    [first, *_] = json.loads((folder / "samples.json").read_text())
-    assert first["logged_after"] == {"said": f"about {first['prompt']}"}
-    sample = json.loads((folder / "public-samples.jsonl").read_text().splitlines()[0])
-    assert sample["logged"] == {"said": f"about {sample['prompt']}"}
     for file in folder.rglob("*"):
         if file.is_file() and "secret" not in file.relative_to(folder).parts:
             content = file.read_bytes()
             assert b"4321.5" not in content, file
             assert b"only private" not in content, file
             assert b"about private" not in content, file
+            assert b"only public" not in content, file
     secret = "".join(f.read_text() for f in (folder / "secret").glob("telemetry-*.jsonl"))
     assert all(text in secret for text in ("4321.5", "only private", "about private"))
-
-
-def test_what_is_logged_outside_of_its_call_is_dropped() -> None:
-    kept: list[Callable[..., None]] = []
-
-    def hoarding(prompts: list[str], completions: list[str], log_metric: Any) -> list[float]:
-        for log in kept:
-            log("late", SECRET)
-        kept.append(log_metric)
-        return [0.0] * len(completions)
-
-    reward = LoadedReward(hoarding, "r", per_user=True, published=frozenset(["late"]))
-    for _ in range(3):
-        assert dict(score(reward, TEXTS).logged.metrics) == {}
-    assert len(kept) == 12
-
-
-def counter(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
-    """A reward that logs its own calls, rows and time-outs; only private texts time out here."""
-    COUNTS["calls"] += 1
-    COUNTS["errors"] += completions.count("slow")
-    for name in ("calls", "errors"):
-        log_metric(name, COUNTS[name])
-    log_metric("rows", len(completions))
-    log_extra("seen", [COUNTS["calls"]] * len(completions))
-    log_extra("failed", [COUNTS["errors"]] * len(completions))
-    log_extra("size", [len(c) for c in completions])
-    return [float(len(c)) for c in completions]
-
-
-COUNTS = {"calls": 0, "errors": 0}
-
-
-def declared(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
-    return counter(completions, log_metric, log_extra)
-
-
-declared.dprlhf_logs_public = True  # type: ignore[attr-defined]
-
-
-def test_a_logged_value_that_depends_on_earlier_calls_is_not_published() -> None:
-    report = check_reward(declared, PROMPTS, TEXTS)
-    assert report.published >= {"rows", "size"}
-    assert report.unpublished == {"calls", "seen"}
-    assert report.undeclared == set()
-    reward = LoadedReward(declared, "c").publishing(report.published - {"errors", "failed"})
-    public, private = score(reward, TEXTS), score(reward, TEXTS, private=True)
-    assert dict(public.logged.metrics) == {"rows": 4.0}
-    assert dict(public.logged.extra) == {"size": [1, 2, 3, 4]}
-    assert set(private.logged.metrics) == {"rows", "calls", "errors"}
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial])
-def test_nothing_that_a_reward_logs_is_published_unless_it_declares_so(wrap: Any) -> None:
-    """A counter that private rows alone move looks the same in every call of the check."""
-    report = check_reward(wrap(counter), PROMPTS, TEXTS)
-    assert report.published == set()
-    assert report.undeclared == {"rows", "size", "errors", "failed"}
-    assert report.unpublished == {"calls", "seen"}
-    reward = as_reward(wrap(counter)).publishing(report.published)
-    for text in ("fast", "slow", "fast"):
-        logged = score(reward, ["public"]).logged
-        assert (dict(logged.metrics), dict(logged.extra)) == ({}, {})
-        # What is logged about private rows is for secret/, all of it.
-        assert set(score(reward, [text], private=True).logged.metrics) == {
-            "calls",
-            "errors",
-            "rows",
-        }
-    assert "errors" in check_reward(wrap(declared), PROMPTS, TEXTS).published  # it is a promise
-
-
-@pytest.mark.parametrize("reward", [counter, declared])
-def test_the_operator_hears_what_is_not_published(
-    reward: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run(tmp_path, reward, rounds=2)
-    said = " ".join(capsys.readouterr().err.split())
-    name = reward.__name__
-    assert said.count(f"what reward '{name}' logs as calls, seen changes when") == 1
-    undeclared = f"what reward '{name}' logs as errors, failed, rows, size is kept in secret/"
-    assert said.count(undeclared) == (reward is counter)
-    assert ("dprlhf_logs_public = True" in said) == (reward is counter)
-    for file in (folder / "metrics.jsonl", folder / "evaluation.json", folder / "samples.json"):
-        text = file.read_text()
-        assert "calls" not in text
-        assert "seen" not in text
-        if reward is counter:
-            assert "logged" not in text
+    assert "only public" not in secret
 
 
 def test_rows_that_are_scored_apart_are_logged_in_their_places() -> None:
@@ -367,18 +265,6 @@ def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> 
     result = score([meeting("a", "b"), length, meeting("b", "a")], TEXTS)
     assert result.values.tolist() == [3.0, 6.0, 9.0, 12.0]
     assert result.failures == {}
-
-
-def test_what_is_asynchronous_is_seen_through_partial_and_class() -> None:
-    import functools
-
-    class Judge:
-        async def __call__(self, completions: list[str]) -> list[float]:
-            return [0.0]
-
-    assert is_async(Judge())
-    assert is_async(functools.partial(Judge()))
-    assert not is_async(length)
 
 
 # --- state --------------------------------------------------------------------------------------

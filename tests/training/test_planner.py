@@ -32,7 +32,6 @@ def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
     flat = {
         "model": model, "epsilon": 8.0, "rounds": 6, "learning_rate": 0.05,
         "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "evaluation__prompts": 4,
-        "rollout__responses": 2,
         **changes,
     }  # fmt: skip
     return recipe_of(None, (), flat, sources), sources
@@ -72,11 +71,7 @@ class TestMeasure:
         """A run itself takes fewer public rows than the planner, and compares those alone."""
         recipe, _ = made(model)
         rows = [f"public {i}" for i in range(90)]
-        cases = (
-            (80, 80, False, True), (85, 80, False, False), (80, 70, False, False),
-            (85, 16, True, True),  # trial runs take all rows after those
-        )  # fmt: skip
-        for place, prompts, trial_runs, expected in cases:
+        for place, prompts, expected in ((80, 80, True), (85, 80, False), (80, 70, False)):
             mixed = [*rows[:place], USERS[3], *rows[place:]]
             sources = InMemoryInputs(USERS, lower_case, mixed)
             with (
@@ -84,7 +79,7 @@ class TestMeasure:
                 if expected
                 else contextlib.nullcontext()
             ):
-                measure(recipe, sources, prompts=prompts, trial_runs=trial_runs)
+                measure(recipe, sources, prompts=prompts)
 
     def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
         recipe, _ = made(model)

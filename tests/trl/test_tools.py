@@ -1,4 +1,4 @@
-"""The private trainers take TRL's tools, environments and rollout_func."""
+"""The private trainers take TRL's tools and environments."""
 
 from __future__ import annotations
 

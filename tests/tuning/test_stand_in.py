@@ -100,11 +100,6 @@ class TestThePlan:
         assert plan.terms()["epsilon"] == "infinity"
         assert plan.noise_multiplier == private.noise_multiplier
 
-    def test_fewer_stand_ins_than_rounds_are_refused(self) -> None:
-        private = make_plan(users=60, rounds=4, delta=1e-5, epsilon=2.0)
-        with pytest.raises(DprlhfError, match="3 stand-ins cannot fill 4 rounds"):
-            stand_in_plan(private, 3)
-
     def test_a_plan_with_a_promise_is_refused_for_stand_ins(
         self, model: str, tmp_path: Path
     ) -> None:
@@ -195,24 +190,6 @@ class TestTheRows:
         file.write_text("prompt\n" + "\n".join(PUBLIC))
         with pytest.raises(DprlhfError, match="these are the private users' rows"):
             public_rows(recipe_of("m", data={"path": str(file)}), file)
-
-    def test_too_few_rows_are_refused(self, model: str) -> None:
-        with pytest.raises(DprlhfError, match="28 public prompts in 'in-memory' after the 8"):
-            rows_for(recipe_of(model), 100)
-
-    @pytest.mark.parametrize("count", [FINAL, FINAL + 64])
-    def test_no_row_beside_those_of_the_evaluation_is_refused(self, count: int) -> None:
-        with pytest.raises(DprlhfError, match="0 public prompts in 'in-memory' after the 8"):
-            rows_for(recipe_of("m"), count)
-
-    @pytest.mark.parametrize("count", [1, 64])
-    def test_a_file_with_no_row_beside_those_for_fitting_is_refused(
-        self, tmp_path: Path, count: int
-    ) -> None:
-        file = tmp_path / "few.csv"
-        file.write_text("prompt\n" + "\n".join(PUBLIC[20 : 20 + count]))
-        with pytest.raises(DprlhfError, match=r"0 public prompts in .* are too few"):
-            public_rows(recipe_of("m"), file, rows=PUBLIC)
 
     def test_a_recipe_without_public_rows_is_refused(self) -> None:
         with pytest.raises(DprlhfError, match="needs public prompts"):

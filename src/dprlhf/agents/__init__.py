@@ -9,13 +9,11 @@ change what another user's calls answer; a shared counter, cache, database or we
 from dprlhf.agents.agent import Agent
 from dprlhf.agents.check import check_apart, check_fresh
 from dprlhf.agents.loading import load_sampler
-from dprlhf.agents.rollout_func import FunctionSampler
 from dprlhf.agents.sampling import AgentSampler
 
 __all__ = [
     "Agent",
     "AgentSampler",
-    "FunctionSampler",
     "check_apart",
     "check_fresh",
     "load_sampler",

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from dprlhf.agents.chat import Tool, check_chat
-from dprlhf.agents.packing import Row
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.event_loop import wait_for
@@ -29,7 +28,6 @@ ENVIRONMENT = "environment"
 """The column that names a row's environment where there are several, as in TRL."""
 
 _OWN = ("reset", "get_reward", "get_turn_reward")
-_NOTHING = {"role": "assistant", "content": ""}
 
 
 class OwnRandomness:
@@ -110,12 +108,6 @@ class Trajectory:
     def context(self) -> list[int]:
         """All tokens that stand before the next turn."""
         return self.prompt + self.tokens
-
-    def finished(self) -> Row:
-        """Return the trajectory as a row of a batch."""
-        messages = self.messages if self.messages and not self.failed else [_NOTHING]
-        extra = {"environments": self.environment, "turn_rewards": self.turn_rewards or None}
-        return Row(self.prompt, self.tokens, self.own, self.asked, messages, extra, self.failed)
 
     def end_turn(self) -> None:
         """Ask the environment for the score of a turn whose tools have been called."""

@@ -8,7 +8,6 @@ from typing import Any
 from dprlhf import recipe
 from dprlhf.agents.agent import Agent, EnvironmentFactories
 from dprlhf.agents.chat import Tool
-from dprlhf.agents.rollout_func import FunctionSampler, RolloutFunc
 from dprlhf.agents.sampling import AgentSampler
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY
@@ -20,8 +19,7 @@ def load_sampler(
     *,
     tools: Sequence[Tool] | None = None,
     environment_factory: EnvironmentFactories | None = None,
-    rollout_func: RolloutFunc | None = None,
-) -> AgentSampler | FunctionSampler:
+) -> AgentSampler:
     """Return what samples the trajectories of a recipe.
 
     Args:
@@ -29,7 +27,6 @@ def load_sampler(
         tools: The tools that the program passes; None for those that the recipe names.
         environment_factory: The factory that the program passes, or several by name; None for
             those of the recipe.
-        rollout_func: The function that the program passes; None for that of the recipe.
 
     Raises:
         DprlhfError: Something cannot be loaded, or a resumed run needs objects of the program
@@ -39,9 +36,6 @@ def load_sampler(
     named = spec.environment
     several = list(named.values()) if isinstance(named, dict) else [named]
     _check_passed("environment_factory", environment_factory, several)
-    _check_passed("rollout_func", rollout_func, [spec.rollout_func])
-    if spec.rollout_func is not None:
-        return FunctionSampler(rollout_func or _named(spec.rollout_func, "rollout_func"))
     given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
     factory = environment_factory
     if factory is None and named is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,34 +16,17 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.batch import Responses, prompt_width, rows_of
 from dprlhf.rollout.sampling import text_of_tokens
 
+if TYPE_CHECKING:
+    from dprlhf.agents.agent import Trajectory
 
-@dataclass(repr=False, eq=False)
-class Row:
-    """A finished trajectory.
 
-    Attributes:
-        prompt: The prompt's tokens.
-        tokens: The response: what the policy wrote and what tools answered.
-        own: 1 for each of these that the policy wrote, else 0.
-        asked: The conversation that the policy answers; None for that of the dataset.
-        messages: The turns and answers as messages; None for the text alone.
-        extra: Further values for rewards, by name.
-        failed: Whether it broke off with an error.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    own: list[int]
-    asked: Any = None
-    messages: list[dict[str, Any]] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    failed: bool = False
+_NOTHING = {"role": "assistant", "content": ""}
 
 
 def packed(
     policy: CausalLMPolicy,
     prompts: Prompts,
-    rows: Sequence[Row],
+    rows: Sequence[Trajectory],
     *,
     from_base: NDArray[np.bool_],
     spec: recipe.Rollout,
@@ -62,7 +44,7 @@ def packed(
         spec: The rollout settings.
         longest: The longest prompt in tokens; a longer one keeps its last tokens.
         num_generations: Number of adjacent rows that answer the same tokens, a public number.
-        extra: Names of the further values.
+        extra: Which values of the environments rewards get: ``environments``, ``turn_rewards``.
     """
     k, length = spec.responses, spec.max_new_tokens
     end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
@@ -79,7 +61,10 @@ def packed(
         mask[number, columns] = 1
         own[number, : len(response)] = torch.tensor([1] if nothing else row.own[:length])
         written.append(response)
-    messages = [row.messages for row in rows if row.messages is not None]
+    values = {
+        "environments": [row.environment for row in rows],
+        "turn_rewards": [row.turn_rewards or None for row in rows],
+    }
     return Responses(
         tokens=tokens,
         mask=mask,
@@ -89,9 +74,10 @@ def packed(
         max_new_tokens=length,
         num_generations=num_generations,
         tool_mask=own,
-        completions=messages if len(messages) == len(rows) and rows else None,
-        asked=[row.asked for row in rows] if any(row.asked is not None for row in rows) else None,
-        extra={name: [row.extra.get(name) for row in rows] for name in extra},
+        completions=[[_NOTHING] if row.failed else row.messages or [_NOTHING] for row in rows]
+        or None,
+        asked=[row.asked for row in rows] or None,
+        extra={name: values[name] for name in extra},
         failed=np.array([row.failed for row in rows], dtype=bool),
     )
 

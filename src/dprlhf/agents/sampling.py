@@ -96,7 +96,7 @@ class AgentSampler:
         return packed(
             policy,
             prompts,
-            [row.finished() for row in rows],
+            rows,
             from_base=np.tile(from_base, len(prompts)),
             spec=spec,
             longest=max_prompt_tokens,

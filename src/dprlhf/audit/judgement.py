@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.audit.bounds import chance_of_right, epsilon_lower_bound
-from dprlhf.audit.canaries import Record
+from dprlhf.audit.canaries import AuditRecord
 from dprlhf.audit.guesses import (
     bound_from_guesses,
     fewest_right,
@@ -109,7 +109,7 @@ class Audit:
 
 
 def judge(
-    record: Record,
+    record: AuditRecord,
     included: Bits,
     space: str,
     confidence: float,
@@ -170,7 +170,7 @@ class _Guessed:
     can_refute: bool
 
 
-def _guessed(record: Record, included: Bits, alpha: float, *, bounds: bool) -> _Guessed:
+def _guessed(record: AuditRecord, included: Bits, alpha: float, *, bounds: bool) -> _Guessed:
     """Guess which canaries were in, and return what the number of right guesses proves.
 
     Args:
@@ -208,7 +208,7 @@ def _guessed(record: Record, included: Bits, alpha: float, *, bounds: bool) -> _
     return _Guessed(guesses, right, bound, bound_any, refuted, can_refute)
 
 
-def _tested(record: Record) -> dict[str, float]:
+def _tested(record: AuditRecord) -> dict[str, float]:
     """Return the p-values of the noise; none for a run that has no noise."""
     if not record.plan.private:
         return {}
@@ -216,7 +216,7 @@ def _tested(record: Record) -> dict[str, float]:
     return noise_tests(in_units(noise, record.plan))
 
 
-def attack_scores(record: Record, canaries: int) -> Array:
+def attack_scores(record: AuditRecord, canaries: int) -> Array:
     """Return the log-likelihood ratio of "in" against "out" of each canary, ``[canaries]``.
 
     How far a user moves each release, and how large the noise is, is learned from the probes. They
@@ -246,7 +246,7 @@ def _moves(probes: Array) -> Array:
     return mean if mean.any() else np.ones_like(mean)
 
 
-def _broken_rules(record: Record) -> list[str]:
+def _broken_rules(record: AuditRecord) -> list[str]:
     """Return what no chance explains.
 
     That is a canary that moves a sum by more than S, telemetry above its bound, and a policy that

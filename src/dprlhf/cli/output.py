@@ -77,18 +77,6 @@ def show_stage(result: Any) -> None:
     typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
 
 
-_LEGEND = """
-kappa         noise over signal of the whole run, by the privacy terms alone: lower is better
-signal/noise  summed signal over summed noise of the whole run: higher is better"""
-"""What the columns of both tables mean; docs/planning.md has the formulas."""
-
-_OF_CHOICES = """
-cosine        expected cosine between a step and the users' mean gradient
-rise          predicted rise of the mean reward
-above         s: norm of the users' mean gradient over the clip norm; p: released coordinates;
-              alignment: cosine between the mean of clipped gradients and the mean gradient"""
-
-
 def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a text table with a header."""
     header = (
@@ -101,22 +89,19 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
         f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
         for row in rows
     ]
-    return "\n".join([header, *lines, _LEGEND])
+    return "\n".join([header, *lines])
 
 
 def choices_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures of the planner's choices as a table with a header.
 
     Args:
-        rows: From :meth:`dprlhf.training.choices.Choice.as_dict`, or
-            :meth:`dprlhf.tuning.trial_runs.TriedChoice.as_dict`.
+        rows: From :meth:`dprlhf.training.choices.Choice.as_dict`.
     """
     header = (
         f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
         f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"
     )
-    if any("trial_runs" in row for row in rows):
-        header += f"{'trial runs':>16}"
     lines = []
     for row in rows:
         minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
@@ -127,10 +112,7 @@ def choices_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
             f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
         )
-        if "trial_runs" in row:
-            measured = row["trial_runs"]
-            lines[-1] += f"{measured['rise']:>+8.3f} ± {measured['error']:.3f}"
-    return "\n".join([header, *lines, _LEGEND + _OF_CHOICES])
+    return "\n".join([header, *lines])
 
 
 def flat(text: Any) -> str:

@@ -39,14 +39,6 @@ NumGenerations = Annotated[
     typer.Option(min=2, help="With a recipe: responses to a prompt to compare; may be repeated."),
 ]
 Show = Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")]
-TrialRuns = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="With a recipe: runs of each shown choice on public prompts in place of the users;"
-        " their rise orders the choices.",
-    ),
-]
 Users = Annotated[int | None, typer.Option(help="Without a recipe: N, the number of users.")]
 Epsilon = Annotated[float | None, typer.Option(help="Without a recipe: ε to keep within.")]
 Delta = Annotated[float, typer.Option(help="Without a recipe: δ of the guarantee.")]
@@ -60,7 +52,7 @@ Norm = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-_WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show", "trial_runs")
+_WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show")
 _WITHOUT_ONE = ("users", "epsilon", "delta", "dimension", "signal")
 
 
@@ -72,7 +64,6 @@ def plan(
     responses: Responses = None,
     num_generations: NumGenerations = None,
     show: Show = 5,
-    trial_runs: TrialRuns = 0,
     users: Users = None,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
@@ -84,9 +75,8 @@ def plan(
     """Choose rounds, passes, bands, partition and responses for an ε and a compute budget.
 
     With a recipe, signal, reward and time are measured on its public prompts, and the best choices
-    are shown with their noise and the predicted rise of the reward; with --trial-runs, also with
-    the rise that was measured on public prompts. Without a recipe, numbers of rounds are compared.
-    No privacy is spent.
+    are shown with their noise and the predicted rise of the reward. Without a recipe, numbers of
+    rounds are compared. No privacy is spent.
     """
     if recipe is None:
         _refuse(context, _WITH_A_RECIPE, "needs a recipe")
@@ -95,13 +85,10 @@ def plan(
     _refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
     from dprlhf.recipe import load_recipe
     from dprlhf.training.planner import choose, measure
-    from dprlhf.tuning.public_rows import public_rows
-    from dprlhf.tuning.trial_runs import try_choices
 
     loaded = load_recipe(recipe, overrides or ())
-    public = public_rows(loaded) if trial_runs else None  # refuses before the work begins
     _warn(loaded.privacy.epsilon)
-    facts = measure(loaded, responses=num_generations or (), trial_runs=trial_runs > 0)
+    facts = measure(loaded, responses=num_generations or ())
     choices, passed = choose(
         facts,
         minutes=minutes,
@@ -110,11 +97,7 @@ def plan(
         show=show,
         progress=_progress,
     )
-    if public is not None:
-        tried = try_choices(loaded, choices, public, runs=trial_runs, users=facts.users, told=_told)
-        choices, rows = [t.choice for t in tried], [t.as_dict() for t in tried]
-    else:
-        rows = [choice.as_dict() for choice in choices]
+    rows = [choice.as_dict() for choice in choices]
     if as_json:
         shown: dict[str, Any] = {**facts.as_dict(), "choices": rows, "not_costed": passed}
         typer.echo(json.dumps(shown))
@@ -176,7 +159,3 @@ def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         end = "\r" if done < of else "\n"
         print(f"plan: {done} of {of} candidates", end=end, file=sys.stderr, flush=True)
-
-
-def _told(line: str) -> None:
-    print(f"plan: {line}", file=sys.stderr, flush=True)  # the prompts are public

@@ -1,4 +1,4 @@
-"""The commands before a run: ``doctor``, ``init``, ``reward-check`` and ``assets``."""
+"""The commands before a run: ``init``, ``reward-check`` and ``assets``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from dprlhf.cli.answers import (
     check_user_column,
     checked,
     column_in,
-    columns_in,
-    take_stage,
     users_in,
 )
 from dprlhf.errors import DprlhfError
@@ -37,33 +35,12 @@ PromptColumn = Annotated[
     ),
 ]
 
-StageName = Annotated[
-    str,
-    typer.Option(
-        help="What the recipe is for: rl (dprlhf train), sft, reward or dpo.",
-        callback=take_stage,
-        is_eager=True,  # it decides which questions are asked
-    ),
-]
-
 assets = typer.Typer(
     help="Models and data of the demo.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-
-
-def doctor() -> None:
-    """Show what this machine has: versions, devices, disk, hub and assets. Exit status 1: a gap."""
-    from dprlhf.cli.doctor import examine
-
-    findings = examine()
-    for finding in findings:
-        mark = "ok" if finding.good else "BAD"
-        typer.echo(f"{mark:<4}{finding.name:<26}{finding.value}")
-    if not all(finding.good for finding in findings):
-        raise typer.Exit(1)
 
 
 def init(
@@ -98,32 +75,28 @@ def init(
         "recipe.yaml"
     ),
     prompt_column: PromptColumn = None,
-    stage: StageName = "rl",
 ) -> None:
-    """Ask six questions and write a short recipe. An option answers its question."""
-    from dprlhf.cli.init import new_recipe
+    """Ask six questions and write a commented recipe. An option answers its question."""
+    from dprlhf.cli.init import new_recipe, target_of
     from dprlhf.runs.folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
-    columns = columns_in(prompts, prompt_column, stage)
-    column = str(columns["prompt_column"])
+    column = column_in(prompts, prompt_column)
     column_in(public_prompts, column, "public prompts")  # where it is read by the same name
     text = new_recipe(
-        stage=stage,
         model=model,
         prompts=prompts,
         user_column=user_column,
         reward=reward,
         public_prompts=public_prompts,
         epsilon=float(epsilon),
+        target=target_of(model),
         users=users_in(prompts, user_column, column),
-        public=users_in(public_prompts, "", column),
-        columns=columns,
+        prompt_column=column,
     )
     write_atomically(out, text)
-    command = "train" if stage == "rl" else stage
-    typer.echo(f"{out}; look at it, then: dprlhf {command} {out} --dry-run")
+    typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
 
 
 def reward_check(

@@ -12,7 +12,7 @@ from dprlhf import recipe
 from dprlhf.data.loading import listed, load_rows
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.check import LOGS_PUBLIC, ContractReport, check_reward
+from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward
 from dprlhf.rewards.private import in_form_of
 
@@ -101,16 +101,6 @@ def explain(report: ContractReport, reward_range: float) -> str:
     facts["speed"] = f"{report.rows_per_second:,.0f} completions a second"
     facts["range"] = f"{report.minimum:.4g} to {report.maximum:.4g}, mean {report.mean:.4g}"
     facts["answers None"] = f"{report.missing:.0%}"
-    if report.published:
-        facts["logs"] = ", ".join(sorted(report.published))
-    if report.unpublished:
-        facts["logs that change when called again, not published"] = ", ".join(
-            sorted(report.unpublished)
-        )
-    if report.undeclared:
-        facts[f"logs without {LOGS_PUBLIC} on the reward, not published"] = ", ".join(
-            sorted(report.undeclared)
-        )
     facts[f"outside ±{reward_range:g}"] = f"{report.clipped:.0%} (clipped in training)"
     lines = [f"reward {report.name}", *(f"  {name}: {fact}" for name, fact in facts.items())]
     return "\n".join([*lines, *histogram([s for s in report.scores if s is not None])])

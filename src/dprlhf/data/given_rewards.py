@@ -13,10 +13,6 @@ from typing import Any
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Reward
 
-WHOLE_TEXT = 32768
-"""``max_tokens`` of a reward model given in Python, which TRL does not cut either; the model's own
-limit holds all the same."""
-
 BY_TURN = "dprlhf_by_turn"
 """The attribute by which a callable declares that it answers a score for each turn."""
 
@@ -89,7 +85,7 @@ def named_reward(name: str) -> Reward:
     """
     if ":" in name and not name.startswith("asset:"):
         return Reward(function=name)
-    return Reward(classifier=name, max_tokens=WHOLE_TEXT)
+    return Reward(classifier=name)
 
 
 def declares(function: object, attribute: str) -> bool:
@@ -134,8 +130,7 @@ def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> 
             )
         for name, field in Reward.model_fields.items():
             was, now = getattr(spec, name), getattr(one.settings, name)
-            unsaid = (field.default, WHOLE_TEXT) if name == "max_tokens" else (field.default,)
-            if now not in (was, *unsaid):
+            if now not in (was, field.default):
                 raise DprlhfError(
                     f"rewards.{i} of this run has {name} {json.dumps(was)}, not {json.dumps(now)}:"
                     " give the same"
@@ -162,8 +157,7 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
         named = Reward.model_validate(one.model_dump() | changes)
         return GivenReward(named, tokenizer=tokenizer)
     if is_model(one):
-        settings = Reward(function=IN_MEMORY, max_tokens=WHOLE_TEXT, **changes)
-        return GivenReward(settings, one, tokenizer)
+        return GivenReward(Reward(function=IN_MEMORY, **changes), one, tokenizer)
     if isinstance(one, type):
         raise DprlhfError(f"reward: {one.__name__} is a class: give an instance of it")
     if hasattr(one, "times_column"):  # a LoadedReward, whose room is above this one

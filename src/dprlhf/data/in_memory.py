@@ -14,7 +14,7 @@ from dprlhf.data.file_formats import with_conversations
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.loading import load_rows
-from dprlhf.errors import DprlhfError, nearest
+from dprlhf.errors import REMOVED, DprlhfError, nearest
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
@@ -59,7 +59,6 @@ class InMemoryInputs:
         reward_processing_classes: The tokenizers of rewards that are models.
         tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory; or several by name.
-        rollout_func: Makes the responses itself, in place of tools and environment.
         compute_metrics: Further measures of the evaluation's responses, a function of the texts,
             their rewards and the prompts; None for none.
 
@@ -83,7 +82,6 @@ class InMemoryInputs:
         models: Mapping[str, Any] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-        rollout_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[..., Any] | None = None,
     ) -> None:
         if prompts is not None and evaluation_prompts is prompts:
@@ -102,7 +100,6 @@ class InMemoryInputs:
         self.agent: dict[str, Any] = {
             "tools": list(tools) if tools else None,
             "environment_factory": environment_factory,
-            "rollout_func": rollout_func,
         }
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
@@ -135,17 +132,8 @@ def recipe_of(
     overrides: Sequence[str],
     flat: dict[str, Any],
     sources: InMemoryInputs,
-    complete: Callable[[dict[str, Any], Recipe], dict[str, Any]] | None = None,
 ) -> Recipe:
     """Build the recipe from the arguments of :func:`dprlhf.train`.
-
-    Args:
-        recipe: A recipe or its file; None for one from ``flat``.
-        overrides: Changes to the file.
-        flat: Settings by name.
-        sources: Objects in memory that replace what the recipe names.
-        complete: Adds the defaults that follow from the rows to settings, of which it also gets a
-            recipe with any number of rounds. None adds nothing.
 
     Raises:
         DprlhfError: An argument would have no effect, or a setting is wrong.
@@ -179,8 +167,6 @@ def recipe_of(
         _take_place(_section(_section(values, "evaluation"), "data"), "evaluation.data")
     if sources.agent_settings:
         _section(_section(values, "rollout"), "agent").update(sources.agent_settings)
-    if complete is not None:
-        values = complete(values, make_recipe({"rounds": 1, **values}, source="train"))
     return make_recipe(values, source="train")
 
 
@@ -278,7 +264,7 @@ def _refuse(name: str) -> None:
     """Refuse one of TRL's names that has no key, as the command line does, or one misspelt."""
     from dprlhf.recipe.trl_names import COMBINED, INSTEAD, KEYS
 
-    text = _ARGUMENTS.get(name) or INSTEAD.get(name)
+    text = _ARGUMENTS.get(name) or INSTEAD.get(name) or REMOVED.get(name)
     if text:
         dots = "; in Python write __ for the dot" if re.search(r"[a-z]\.[a-z]", text) else ""
         raise DprlhfError(f"argument '{name}': {text}{dots}")
@@ -324,8 +310,6 @@ def from_memory(
         agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
-    if "max_prompt_tokens" not in recipe.data.model_fields_set:
-        del values["data"]["max_prompt_tokens"]  # it is settled by the public rows or the model
     if evaluation:
         values["evaluation"] = {**(values["evaluation"] or {}), "data": {"path": IN_MEMORY}}
     if data:

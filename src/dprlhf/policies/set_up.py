@@ -1,8 +1,7 @@
 """What is saved beside a policy's weights: tokenizer and configs, as they were before the rounds.
 
-A ``rollout_func`` has the tokenizer and the model in its hands, and a reward may share the
-tokenizer. What they leave there on private prompts, such as the padded length of a batch, is
-computed from users and has no noise.
+A reward may share the program's tokenizer or model. What it leaves there on private prompts, such
+as the padded length of a batch, is computed from users and has no noise.
 """
 
 from __future__ import annotations

@@ -18,20 +18,16 @@ class Agent(Settings):
             trajectory: ``package.module:Class`` or ``file.py:Class``. Its ``reset`` gets the
             prompt's row, and its other public methods are tools. A mapping gives several by name,
             of which each row's column ``environment`` chooses one.
-        rollout_func: Function ``rollout_func(prompts, trainer)`` that samples the responses itself,
-            instead of tools and environment; it is called with one user's prompts at a time.
         max_tool_calling_iterations: Largest number of turns with tool calls; null ends a trajectory
             only at a turn without a call, or after ``rollout.max_new_tokens``.
     """
 
     tools: list[str] = []
     environment: str | dict[str, str] | None = None
-    rollout_func: str | None = None
     max_tool_calling_iterations: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _some(self) -> Agent:
-        acts = bool(self.tools) or self.environment is not None
-        if acts == (self.rollout_func is not None):
-            raise ValueError("give tools, an environment or both; or a rollout_func")
+        if not self.tools and self.environment is None:
+            raise ValueError("give tools, an environment or both")
         return self

@@ -188,7 +188,8 @@ def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
-        if instead := REMOVED.get(key) or REMOVED.get(location[-1]):
+        named = ".".join(part for part in location if not part.isdecimal())
+        if instead := REMOVED.get(named) or REMOVED.get(location[-1]):
             return f"'{key}' is gone: {instead}"
         like = f"data.{location[-1]}"
         if key.endswith(f".{like}") and like in known_keys(kind):

@@ -7,13 +7,12 @@ import importlib.metadata
 from dprlhf.errors import DprlhfError, nearest, one_line
 
 
-def load_plugin(group: str, name: str, kind: str) -> object:
+def load_plugin(group: str, name: str) -> object:
     """Import the object that an installed package registers under an entry point.
 
     Args:
-        group: The entry-point group, such as ``dprlhf.rewards``.
+        group: The entry-point group, such as ``dprlhf.updates``.
         name: The name that the recipe uses.
-        kind: What the group holds, for error messages: ``reward`` or ``update``.
 
     Raises:
         DprlhfError: No installed package or more than one offers the name, or the import fails.
@@ -25,13 +24,13 @@ def load_plugin(group: str, name: str, kind: str) -> object:
         near = nearest(name, known)
         hint = f"did you mean {near!r}? " if near else ""
         raise DprlhfError(
-            f"no installed package offers the {kind} plugin {name!r}; "
+            f"no installed package offers the update plugin {name!r}; "
             f"{hint}installed plugins: {', '.join(known) or 'none'}"
         )
     if len(found) > 1:
         raise DprlhfError(
-            f"several packages offer the {kind} plugin {name!r} ({', '.join(found)}): "
-            + ("name one by `function` instead" if kind == "reward" else "uninstall all but one")
+            f"several packages offer the update plugin {name!r} ({', '.join(found)}): uninstall all"
+            " but one"
         )
     try:
         return next(point for point in points if point.name == name).load()
@@ -39,7 +38,7 @@ def load_plugin(group: str, name: str, kind: str) -> object:
         message = one_line(problem, None)
         shown = f"{type(problem).__name__}: {message}" if message else type(problem).__name__
         raise DprlhfError(
-            f"the {kind} plugin {name!r} ({found[0]}) cannot be loaded: {shown}"
+            f"the update plugin {name!r} ({found[0]}) cannot be loaded: {shown}"
         ) from problem
 
 

@@ -14,13 +14,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Reward(Settings):
-    """One reward; give exactly one of ``function``, ``classifier`` and ``plugin``.
+    """One reward; give either ``function`` or ``classifier``.
 
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
         classifier: Hub id or folder of a sequence classifier, or ``asset:…``.
         revision: Branch, tag or commit of the classifier's hub id; null takes the newest version.
-        plugin: Name in the entry-point group ``dprlhf.rewards`` of an installed package.
         weight: Weight of this reward in the sum.
         times_column: Column of the dataset with a factor for each score, such as 1 for a user who
             wants more of it and −1 for one who wants less; null for none. A row without a number
@@ -31,27 +30,24 @@ class Reward(Settings):
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
-        max_tokens: Number of tokens to which the classifier's texts are truncated.
         batch_size: Number of texts that the classifier scores at once.
     """
 
     function: str | None = None
     classifier: str | None = None
     revision: str | None = None
-    plugin: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     times_column: str | None = None
     per_user: bool = False
     by_turn: bool = False
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
-    max_tokens: PositiveInt = 128
     batch_size: PositiveInt = 64
 
     @property
     def name(self) -> str:
         """What the recipe calls the reward."""
-        return str(self.function or self.classifier or self.plugin)
+        return str(self.function or self.classifier)
 
     def source(self, key: str) -> Source:
         """Return where the reward comes from; ``key`` is this section's name."""
@@ -64,10 +60,10 @@ class Reward(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> Reward:
-        if sum(x is not None for x in (self.function, self.classifier, self.plugin)) != 1:
-            raise ValueError("give exactly one of function, classifier, plugin")
+        if (self.function is None) == (self.classifier is None):
+            raise ValueError("give either function or classifier")
         if self.revision is not None and self.classifier is None:
-            raise ValueError("revision is for a classifier, not for a function or plugin")
+            raise ValueError("revision is for a classifier, not for a function")
         return self
 
 
@@ -111,8 +107,8 @@ class Rollout(Settings):
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
-    responses: int = 4
-    max_new_tokens: PositiveInt = 32
+    responses: int = 2
+    max_new_tokens: PositiveInt = 16
     temperature: PositiveFloat = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -142,8 +138,7 @@ class Rollout(Settings):
     @property
     def shares_prompts(self) -> bool:
         """Whether all responses to a prompt answer the same tokens."""
-        agent = self.agent
-        return agent is None or (agent.environment is None and agent.rollout_func is None)
+        return self.agent is None or self.agent.environment is None
 
     @property
     def truncates(self) -> list[str]:
@@ -191,8 +186,6 @@ class Rollout(Settings):
             raise ValueError("agent: its turns have too many shapes for cuda_graphs")
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
-        if self.agent is not None and self.agent.rollout_func and self.base_policy == "reference":
-            raise ValueError("agent.rollout_func works with base_policy on-policy")
         if self.agent is not None and self.min_new_tokens:
             raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self
@@ -225,16 +218,16 @@ class Optimizer(Settings):
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
-        betas: Decay rates (β₁, β₂) of Adam's moments; a slow β₂ learns little in few rounds.
+        betas: Decay rates (β₁, β₂) of Adam's moments.
         eps: Adam's ε, which keeps the denominator away from 0.
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
-    learning_rate: PositiveFloat = 0.02
+    learning_rate: PositiveFloat = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.9)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -280,7 +280,7 @@ def update_plugin(name: str) -> UpdatePlugin:
     """
     from dprlhf.recipe.plugins import load_plugin
 
-    plugin = load_plugin(ENTRY_POINT_GROUP, name, "update")
+    plugin = load_plugin(ENTRY_POINT_GROUP, name)
     if not isinstance(plugin, UpdatePlugin) or not issubclass(plugin.settings, PrivateUpdate):
         raise ValueError(
             f"the update plugin {name!r} is no dprlhf.recipe.UpdatePlugin(settings, function) whose"

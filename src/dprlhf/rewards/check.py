@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dprlhf.data.given_rewards import declares
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.errors import DprlhfError
 from dprlhf.rewards.check_batch import CheckedBatch, Score
-from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
+    RewardRows,
     RoundState,
-    Rows,
     as_reward,
     keywords_for,
     keywords_of,
@@ -27,10 +25,6 @@ _SECONDS = 2.0  # limit on larger calls, for the same reason
 
 MOST_ROWS = "dprlhf_most_rows"
 """The attribute of a reward that says beyond how many rows in a call it is no faster."""
-
-LOGS_PUBLIC = "dprlhf_logs_public"
-"""The attribute by which a reward declares that what it logs follows from the rows of its call
-alone, so that what it logs about public rows may be published."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +49,6 @@ class ContractReport:
         checked_rows: The largest number of rows, a power of two, for which calls of it and of all
             smaller powers of two gave the same scores bit for bit, at every place; 0 where no call
             may have several users' rows.
-        published: Names that the reward logs (``log_metric``, ``log_extra``) with the same values
-            whenever it is called with the same rows, if it declares ``dprlhf_logs_public``.
-        unpublished: Names that it logs with other values when called again. They depend on earlier
-            calls, so on private rows in a run, and stay out of the metrics.
-        undeclared: The other names that it logs, if it does not declare ``dprlhf_logs_public``.
-            They stay out of the metrics too: a count of what private rows alone cause, such as
-            time-outs, is the same in all calls with public rows before a run.
     """
 
     name: str
@@ -77,9 +64,6 @@ class ContractReport:
     scores: tuple[float | None, ...] = field(repr=False)
     moved: float
     checked_rows: int = 0
-    published: frozenset[str] = frozenset()
-    unpublished: frozenset[str] = frozenset()
-    undeclared: frozenset[str] = frozenset()
 
 
 def check_reward(
@@ -141,7 +125,7 @@ def check_reward(
     -1.1
     """
     reward, state = as_reward(reward), state or RoundState()
-    most_rows = min(most_rows, _own_limit(reward, most_rows))
+    most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     found = [
         _checked(
@@ -153,21 +137,6 @@ def check_reward(
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
     return _report(reward, found, bound)
-
-
-def _own_limit(reward: LoadedReward, without: int) -> int:
-    """Return the ``dprlhf_most_rows`` of a reward; ``without`` if it has none.
-
-    Raises:
-        DprlhfError: It is no number of rows.
-    """
-    own = getattr(reward.function, MOST_ROWS, without)
-    if not isinstance(own, int) or isinstance(own, bool) or own < 1:
-        raise DprlhfError(
-            f"reward {reward.name!r}: its {MOST_ROWS} must be a whole number of at least 1, not"
-            f" {one_line(repr(own), 80)}"
-        )
-    return own
 
 
 def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> ContractReport:
@@ -183,9 +152,6 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
     values = [value for value in sums.values() if value is not None]
     moved = max(one.moved for one in found)
     rows = len(first.scores)
-    changing = frozenset().union(*(one.changing for one in found))
-    same = frozenset().union(*(one.same for one in found)) - changing
-    declared = declares(reward.function, LOGS_PUBLIC)
     return ContractReport(
         name=reward.name,
         per_user=reward.per_user,
@@ -200,9 +166,6 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
         scores=tuple(sums[i] for i in range(rows)),
         moved=moved,
         checked_rows=0 if moved else min(one.checked_rows for one in found),
-        published=same if declared else frozenset(),
-        unpublished=changing,
-        undeclared=frozenset() if declared else same,
     )
 
 
@@ -217,29 +180,23 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the checks found with one ``trainer_state``; most names are those of the report.
-
-    ``same`` has the names that are logged with the same values at each call, ``changing`` others.
-    """
+    """What the checks found with one ``trainer_state``; names are those of the report."""
 
     scores: dict[int, Score]
     users: int
     seconds: float
     moved: float
     checked_rows: int
-    same: frozenset[str]
-    changing: frozenset[str]
 
 
 def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
     """Make all checks of :func:`check_reward` on a batch."""
     _check_columns(batch.reward, batch.rows)
     everything = range(len(batch.units))
-    logs: list[Logged] = []
-    scores = batch.scores(everything, logs)
+    scores = batch.scores(everything)
     _check_applies(batch, scores)
     start = time.perf_counter()
-    again = batch.scores(everything, logs)
+    again = batch.scores(everything)
     seconds = time.perf_counter() - start
 
     def moved(check: str, other: Mapping[int, Score], situation: str) -> float:
@@ -253,7 +210,7 @@ def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
             moved("company", half, "in a batch with a copy of every completion")
             for half in _in_company(batch)
         ),
-        moved("repeat", batch.scores(everything, logs), "after some more calls"),
+        moved("repeat", batch.scores(everything), "after some more calls"),
     ]
     checked_rows = 0
     if batch.reward.by_place:  # its calls have all rows, whatever their number
@@ -265,21 +222,9 @@ def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
             limits.most_rows,
             lambda some, size: moved("size", some, f"in a call of {size}"),
         )
-    end = batch.scores(everything, logs)
+    end = batch.scores(everything)
     moves.append(moved("repeat", end, "after calls of other sizes"))
-    names = {name for logged in logs for name in (*logged.metrics, *logged.extra)}
-    kept = {name for name in names if all(_same_log(logs[0], log, name) for log in logs)}
-    return _Found(
-        scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows,
-        frozenset(kept), frozenset(names - kept),
-    )  # fmt: skip
-
-
-def _same_log(one: Logged, other: Logged, name: str) -> bool:
-    return (one.metrics.get(name), one.extra.get(name)) == (
-        other.metrics.get(name),
-        other.extra.get(name),
-    )
+    return _Found(scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows)
 
 
 def _largest_size(
@@ -334,7 +279,7 @@ def _in_company(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     count = len(batch.rows)
     doubled = batch.rows.take([*range(count), *range(count)])
     if batch.reward.by_place:  # the copy has places of its own, where its rows may round otherwise
-        doubled = Rows(**{**vars(doubled), "places": list(range(2 * count))})
+        doubled = RewardRows(**{**vars(doubled), "places": list(range(2 * count))})
     copies = [[i + count for i in members] for members in batch.units]
     both = batch.evaluate(doubled, [*batch.units, *copies], range(2 * len(batch.units)))
     for offset in (0, count)[: 1 if batch.reward.by_place else 2]:
@@ -367,7 +312,7 @@ def _shown(score: Score) -> str:
     return repr(list(score) if score and len(score) > 1 else score and score[0])
 
 
-def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
+def lacking_columns(reward: LoadedReward, rows: RewardRows) -> list[str]:
     """Return the columns that a reward cannot do without and that these rows lack."""
     _, needs = keywords_of(reward.function)
     if reward.times_column is not None:
@@ -375,7 +320,7 @@ def lacking_columns(reward: LoadedReward, rows: Rows) -> list[str]:
     return sorted(needs - set(keywords_for(rows)))
 
 
-def _check_columns(reward: LoadedReward, rows: Rows) -> None:
+def _check_columns(reward: LoadedReward, rows: RewardRows) -> None:
     lacking = lacking_columns(reward, rows)
     if lacking:
         raise DprlhfError(

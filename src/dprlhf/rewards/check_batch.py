@@ -9,12 +9,12 @@ from typing import Any
 from dprlhf.data.given_rewards import BY_TURN
 from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.logs import CallLog, Logged, gathered
+from dprlhf.rewards.logs import CallLog
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
+    RewardRows,
     RoundState,
-    Rows,
     call_reward,
     group_rows,
     parse_turns,
@@ -38,7 +38,7 @@ class CheckedBatch:
     """
 
     reward: LoadedReward
-    rows: Rows
+    rows: RewardRows
     units: list[list[int]]
     users: int
     state: RoundState
@@ -63,7 +63,7 @@ class CheckedBatch:
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
         try:
-            rows = Rows(prompts, completions, completion_ids, columns or {}, turns)
+            rows = RewardRows(prompts, completions, completion_ids, columns or {}, turns)
         except ValueError as error:
             raise DprlhfError(f"check_reward: {error}: give one of each for every row") from None
         owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
@@ -80,12 +80,9 @@ class CheckedBatch:
             )
         return cls(reward, rows, units, len(groups), state)
 
-    def scores(self, chosen: Sequence[int], logs: list[Logged] | None = None) -> dict[int, Score]:
-        """Return the scores of the chosen units by row number, with the calls of a Scorer.
-
-        What the reward logs meanwhile is added to ``logs``.
-        """
-        return self.evaluate(self.rows, self.units, chosen, logs)
+    def scores(self, chosen: Sequence[int]) -> dict[int, Score]:
+        """Return the scores of the chosen units by row number, with the calls of a Scorer."""
+        return self.evaluate(self.rows, self.units, chosen)
 
     def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, Score]]:
         """Call the reward once with the rows of these numbers; yield each score by its number.
@@ -100,17 +97,15 @@ class CheckedBatch:
 
     def evaluate(
         self,
-        rows: Rows,
+        rows: RewardRows,
         units: Sequence[Sequence[int]],
         chosen: Sequence[int],
-        logs: list[Logged] | None = None,
     ) -> dict[int, Score]:
         """Return scores by row number of the chosen units, in one call or one call per user."""
         reward = self.reward
         members = [list(units[u]) for u in chosen]
         calls = members if reward.per_user else [[i for group in members for i in group]]
         scores: dict[int, Score] = {}
-        logged = []
         for numbers in calls:
             log = CallLog(len(numbers))
             try:
@@ -122,7 +117,6 @@ class CheckedBatch:
                 ) from problem
             if log.problem:
                 raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
-            logged.append((log, numbers))
             for i, answer in zip(numbers, answers, strict=True):
                 turns = rows.turns[i] if reward.by_turn else 1
                 value = parse_turns(answer, turns, by_turn=reward.by_turn)
@@ -132,8 +126,6 @@ class CheckedBatch:
                         f"{answer!r}, not a finite number or None" + _by_turn(reward, answer, turns)
                     )
                 scores[i] = value
-        if logs is not None:
-            logs.append(gathered(logged, len(rows)))
         return scores
 
 

@@ -50,7 +50,7 @@ class ClassifierReward:
         *,
         tokenizer: Any = None,
         label: str | None = None,
-        max_tokens: int = 512,
+        max_tokens: int = 32768,
         batch_size: int = 64,
         text: Text = "prompt+completion",
         device: str | torch.device = "cpu",

@@ -34,8 +34,6 @@ from dprlhf.rewards.reward import (
 if TYPE_CHECKING:
     import torch
 
-ENTRY_POINT_GROUP = "dprlhf.rewards"
-
 
 def load_rewards(
     specs: Sequence[recipe.Reward],
@@ -121,10 +119,6 @@ def _load_named(
     function: object
     if spec.function is not None:
         source, function = spec.function, load_function(spec.function)
-    elif spec.plugin is not None:
-        from dprlhf.recipe.plugins import load_plugin
-
-        source, function = spec.plugin, load_plugin(ENTRY_POINT_GROUP, spec.plugin, "reward")
     else:
         assert spec.classifier is not None
         source, function = spec.classifier, _classifier(spec, spec.classifier, device, tokenizer)
@@ -153,7 +147,6 @@ def _classifier(
         source,
         tokenizer=tokenizer,
         label=spec.label,
-        max_tokens=spec.max_tokens,
         batch_size=spec.batch_size,
         text=spec.text,
         device=device,

@@ -1,10 +1,8 @@
 """TRL's ``log_metric`` and ``log_extra``: what a reward logs about the rows that it scores.
 
 What is logged about private rows is as private as they are and goes to ``secret/`` alone. What is
-logged about public rows is published if the reward declares that it follows from the rows of its
-call alone (``dprlhf_logs_public``), under the names for which :func:`~dprlhf.rewards.check_reward`
-found the same values at each call. Neither is enough by itself: a declaration may be wrong, and a
-count that private rows alone move is the same at each call of the check.
+logged about public rows is dropped: a counter or a cache in the reward makes it depend on private
+rows too.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import reprlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +23,7 @@ _TEXT.maxstring = _TEXT.maxother = 1_000
 
 
 class CallLog:
-    """Takes what one call of a reward logs; what comes after the call is dropped.
-
-    A reward may keep ``log_metric`` from a call with public rows: used later, it would publish
-    what it was told about private ones.
+    """Takes what one call of a reward logs.
 
     Args:
         rows: Number of rows in the call.
@@ -44,14 +39,13 @@ class CallLog:
         self.extra: dict[str, list[Any]] = {}
         self.problem = ""
         self._rows = rows
-        self._open = True
 
     def log_metric(self, name: object, value: object) -> None:
         """Take a scalar; one that is no finite number is dropped."""
         number = parse_answer(value)
         if number is None or isinstance(number, Failure):
             self._refuse(f"log_metric({_name(name)!r}, …) got a value that is not a finite number")
-        elif self._open:
+        else:
             self.metrics.append((_name(name), number))
 
     def log_extra(self, column: object, values: object) -> None:
@@ -63,12 +57,8 @@ class CallLog:
         if copied is None or len(copied) != self._rows:
             name = _name(column)
             self._refuse(f"log_extra({name!r}, …) needs a list with one value per completion")
-        elif self._open:
+        else:
             self.extra[_name(column)] = [bounded(value) for value in copied]
-
-    def close(self) -> None:
-        """End the call."""
-        self._open = False
 
     def _refuse(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -76,7 +66,7 @@ class CallLog:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Logged:
-    """What the rewards logged about some rows: private values if the rows are private.
+    """What the rewards logged about some private rows.
 
     Attributes:
         metrics: Each metric's mean over the calls that logged it.
@@ -85,17 +75,6 @@ class Logged:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-    def row(self, i: int) -> dict[str, Any]:
-        """Return the values of one row by column."""
-        return {name: values[i] for name, values in self.extra.items()}
-
-    def only(self, names: Container[str]) -> Logged:
-        """Return what was logged under these names."""
-        return Logged(
-            {name: value for name, value in self.metrics.items() if name in names},
-            {name: values for name, values in self.extra.items() if name in names},
-        )
 
 
 def gathered(calls: Iterable[tuple[CallLog, Sequence[int]]], rows: int) -> Logged:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.rewards.reward import Rows
+from dprlhf.rewards.reward import RewardRows
 from dprlhf.rewards.scoring import Scorer, Scores
 from dprlhf.rollout import Responses
 
@@ -42,7 +42,7 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
     return Scores(**{**vars(scores), "valid": scores.valid & ~responses.failed})
 
 
-def rows_to_score(responses: Responses) -> Rows:
+def rows_to_score(responses: Responses) -> RewardRows:
     """Return the prompts, completions, token ids and columns that a reward is called with."""
     owner = responses.prompt.tolist()
     prompts = responses.asked or [responses.prompts.prompts[p] for p in owner]
@@ -60,7 +60,7 @@ def rows_to_score(responses: Responses) -> Rows:
     grid = responses.grid.ravel()
     places[grid[grid >= 0]] = np.flatnonzero(grid >= 0)
     extra = {**columns, **responses.extra}
-    return Rows(prompts, completions, ids, extra, responses.turns, places.tolist())
+    return RewardRows(prompts, completions, ids, extra, responses.turns, places.tolist())
 
 
 def in_form_of(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:

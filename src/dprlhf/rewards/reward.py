@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class RoundState:
         return RoundState(rounds, self.max_steps, self.num_train_epochs)
 
 
-class Log(Protocol):
+class LogSink(Protocol):
     """Takes what one call of a reward logs: see :class:`dprlhf.rewards.logs.CallLog`."""
 
     def log_metric(self, name: object, value: object) -> None:
@@ -67,9 +67,6 @@ class Log(Protocol):
 
     def log_extra(self, column: object, values: object) -> None:
         """Take a column with one value for each row of the call."""
-
-    def close(self) -> None:
-        """End the call."""
 
 
 BY_PLACE = "dprlhf_by_place"
@@ -90,8 +87,6 @@ class LoadedReward:
         checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
             them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
             the same as alone. 0, without a check, calls it for one private user at a time.
-        published: Names that it may log to the metrics of public rows: it declares that their
-            values depend on these rows alone, and the check saw nothing else.
     """
 
     function: RewardFunction
@@ -100,7 +95,6 @@ class LoadedReward:
     per_user: bool = False
     checked_rows: int = 0
     times_column: str | None = None
-    published: frozenset[str] = frozenset()
     by_turn: bool = False
 
     @property
@@ -128,10 +122,6 @@ class LoadedReward:
         """Return the same reward, called with at most so many rows of private users."""
         return self._with(checked_rows=rows)
 
-    def publishing(self, names: Iterable[str]) -> LoadedReward:
-        """Return the same reward, which may log these names to the metrics of public rows."""
-        return self._with(published=frozenset(names))
-
     def _with(self, **changes: Any) -> LoadedReward:
         return LoadedReward(**{**vars(self), **changes})
 
@@ -149,7 +139,7 @@ class AnswerError(Exception):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Rows:
+class RewardRows:
     """Completions to score, each with its prompt, token ids and dataset columns.
 
     Attributes:
@@ -188,9 +178,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def take(self, indices: Sequence[int]) -> Rows:
+    def take(self, indices: Sequence[int]) -> RewardRows:
         """Return the rows at ``indices``, in that order."""
-        return Rows(
+        return RewardRows(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             [self.completion_ids[i] for i in indices],
@@ -251,7 +241,7 @@ def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozen
 
 
 def keywords_for(
-    rows: Rows, state: RoundState | None = None, log: Log | None = None
+    rows: RewardRows, state: RoundState | None = None, log: LogSink | None = None
 ) -> dict[str, Any]:
     """Return all keywords that TRL 1.16 passes; without a log, the logging functions do nothing."""
     return {
@@ -282,9 +272,9 @@ def _copied_value(value: Any) -> Any:
 
 def call_reward(
     reward: LoadedReward,
-    rows: Rows,
+    rows: RewardRows,
     state: RoundState | None = None,
-    log: Log | None = None,
+    log: LogSink | None = None,
 ) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 
@@ -300,15 +290,9 @@ def call_reward(
     keywords = keywords_for(rows, state, log)
     if reward.by_place:
         keywords["places"] = list(rows.places)
-    try:
-        answer = reward.function(
-            **{k: v for k, v in keywords.items() if takes is None or k in takes}
-        )
-        if inspect.isawaitable(answer):
-            answer = wait_for(answer)
-    finally:
-        if log is not None:
-            log.close()
+    answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
+    if inspect.isawaitable(answer):
+        answer = wait_for(answer)
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):

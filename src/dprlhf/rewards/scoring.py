@@ -21,8 +21,8 @@ from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
     RewardFunction,
+    RewardRows,
     RoundState,
-    Rows,
     as_reward,
     call_reward,
     group_rows,
@@ -41,8 +41,8 @@ class Scores:
         valid: Whether each row has a score, ``[rows]``, bool.
         failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
             from users, so it is for ``secret/`` only.
-        logged: What the rewards logged about the rows. Of private rows it is for ``secret/`` only;
-            of public rows it has the names that may be published.
+        logged: What the rewards logged about private rows, for ``secret/`` only; of public rows it
+            is dropped.
         returns: With rewards by turn the return-to-go of each turn, the sum of the scores from that
             turn on, in [−R, R], ``[rows, turns]``; None without. A trajectory that ended before a
             turn has the return of its last one there, so that with a score for whole trajectories
@@ -168,7 +168,7 @@ class Scorer:
         Raises:
             ValueError: the arguments differ in length.
         """
-        rows = Rows(prompts, completions, completion_ids, columns, turns, places)
+        rows = RewardRows(prompts, completions, completion_ids, columns, turns, places)
         if len(users) != len(rows):
             raise ValueError(f"{len(users)} user ids for {len(rows)} rows to score")
         groups = group_rows(users)
@@ -185,13 +185,13 @@ class Scorer:
         valid = present & ~failed & ~overflow
         returns = np.where(valid[:, None], returns, 0.0).clip(-self.bound, self.bound)
         kept = {kind: n for kind, n in failures.items() if n}
-        logged = self._logged(found, len(rows), private=private)
+        logged = gathered([log for one in found for log in one.logs] if private else [], len(rows))
         raised = (v.message for one in found for v in one.values if isinstance(v, Failure))
         problem = next(filter(None, raised), ", ".join(kept))
         return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None, problem)
 
     def _answered(
-        self, rows: Rows, groups: Sequence[Sequence[int]], *, private: bool
+        self, rows: RewardRows, groups: Sequence[Sequence[int]], *, private: bool
     ) -> list[_Answers]:
         """Return the answers of each reward; asynchronous ones run at the same time."""
         found = [_Answers(reward, rows, self.state, private) for reward in self.rewards]
@@ -204,17 +204,6 @@ class Scorer:
                 done.result()
         return found
 
-    def _logged(self, found: Sequence[_Answers], rows: int, *, private: bool) -> Logged:
-        """Put together what was logged; of public rows, what each reward may publish."""
-        metrics: dict[str, float] = {}
-        extra: dict[str, Sequence[Any]] = {}
-        for reward, answered in zip(self.rewards, found, strict=True):
-            logged = gathered(answered.logs, rows)
-            logged = logged if private else logged.only(reward.published)
-            metrics |= logged.metrics
-            extra |= logged.extra
-        return Logged(metrics, extra)
-
 
 class _Answers:
     """The answers of one reward for some rows, and what its calls logged.
@@ -225,7 +214,9 @@ class _Answers:
         logs: The log of each call that did not fail, with the numbers of its rows.
     """
 
-    def __init__(self, reward: LoadedReward, rows: Rows, state: RoundState, private: bool) -> None:
+    def __init__(
+        self, reward: LoadedReward, rows: RewardRows, state: RoundState, private: bool
+    ) -> None:
         self.reward = reward
         self.values: list[Any] = [None] * len(rows)
         self.logs: list[tuple[CallLog, Sequence[int]]] = []
@@ -353,7 +344,7 @@ def _weighted_sums(
 
 
 def _attempt(
-    reward: LoadedReward, rows: Rows, state: RoundState, log: CallLog, *, private: bool
+    reward: LoadedReward, rows: RewardRows, state: RoundState, log: CallLog, *, private: bool
 ) -> list[Any] | Failure:
     # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
     # or an exit that must propagate does so as a new exception without text.

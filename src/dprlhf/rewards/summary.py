@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dprlhf.rewards.check import LOGS_PUBLIC, ContractReport
+from dprlhf.rewards.check import ContractReport
 from dprlhf.rewards.reward import LoadedReward
 
 _MOSTLY = 0.9
@@ -26,11 +26,6 @@ class RewardSummary:
         bound: Bound R on the sum.
         rounded: Largest change of a score with its batch, by reward; only rewards that change.
         checked_rows: The most rows of several users in a call, by reward.
-        published: Names that a reward may log to the metrics of public rows, by reward.
-        unpublished: Names that it logs with other values when called again, by reward; only rewards
-            that log such.
-        undeclared: Names that may not be published for want of a declaration, by reward; only
-            rewards that log such.
         unchecked: Why a reward could not be checked, by reward; only rewards that were not.
     """
 
@@ -41,15 +36,12 @@ class RewardSummary:
     bound: float
     rounded: dict[str, float]
     checked_rows: dict[str, int] = field(default_factory=dict)
-    published: dict[str, frozenset[str]] = field(default_factory=dict)
-    unpublished: dict[str, frozenset[str]] = field(default_factory=dict)
-    undeclared: dict[str, frozenset[str]] = field(default_factory=dict)
     unchecked: dict[str, str] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings that the reward is slow, unchecked, or gives no signal although ε is spent."""
-        return self._slow + self._idle + self._kept_back + self._undeclared + self._unchecked
+        return self._slow + self._idle + self._unchecked
 
     @property
     def _unchecked(self) -> list[str]:
@@ -67,25 +59,6 @@ class RewardSummary:
             " so it is called for one user at a time; with inputs of a fixed shape it could be"
             " called for all at once"
             for name, moved in self.rounded.items()
-        ]
-
-    @property
-    def _kept_back(self) -> list[str]:
-        return [
-            f"what reward {name!r} logs as {', '.join(sorted(names))} changes when it scores the"
-            " same responses again, so it depends on earlier calls, which private users take part"
-            " in: it is kept in secret/ and out of the metrics"
-            for name, names in self.unpublished.items()
-        ]
-
-    @property
-    def _undeclared(self) -> list[str]:
-        return [
-            f"what reward {name!r} logs as {', '.join(sorted(names))} is kept in secret/ and out of"
-            " the metrics: it may depend on earlier calls, with private rows, and the check cannot"
-            " see all of that. If it follows from the rows of each call alone, set"
-            f" `{LOGS_PUBLIC} = True` on the callable"
-            for name, names in self.undeclared.items()
         ]
 
     @property
@@ -137,11 +110,5 @@ def summarize_rewards(
         checked_rows={
             name: min(r.checked_rows for r in reports if r.name == name) for name in names
         },
-        published={
-            name: frozenset.intersection(*(r.published for r in reports if r.name == name))
-            for name in names
-        },
-        unpublished={r.name: r.unpublished for r in reports if r.unpublished},
-        undeclared={r.name: r.undeclared for r in reports if r.undeclared},
         unchecked=unchecked,
     )

@@ -19,7 +19,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.isolation import kept_process_state
-from dprlhf.rewards.logs import Logged
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample
 from dprlhf.training.measures import (
@@ -47,14 +46,12 @@ class Evaluated:
         responses: One response to each prompt.
         judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
         measures: The built-in measures of the responses, by name.
-        logged: What the rewards logged about the responses, as far as it may be published.
     """
 
     rewards: NDArray[np.float64]
     responses: Responses
     judges: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
-    logged: Logged = field(default_factory=Logged)
 
     @property
     def estimate(self) -> PolicyEstimate:
@@ -166,7 +163,7 @@ def evaluate(
         with kept_process_state():
             told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
         measures |= _further(told, {"reward", *judged, *measures}, len(responses.texts))
-    return Evaluated(scored.values, responses, judged, measures, scored.logged)
+    return Evaluated(scored.values, responses, judged, measures)
 
 
 ComputeMetrics = Callable[[Sequence[str], NDArray[np.float64], Sequence[Any]], Any]

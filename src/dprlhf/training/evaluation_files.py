@@ -22,8 +22,6 @@ def first_samples(found: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
         }
         if found.judges:
             line["judges"] = found.judged(row)
-        if found.logged.extra:
-            line["logged"] = found.logged.row(row)
         yield line
 
 
@@ -37,8 +35,6 @@ def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
             sample[f"reward_{when}"] = float(one.rewards[row])
             if one.judges:
                 sample[f"judges_{when}"] = one.judged(row)
-            if one.logged.extra:
-                sample[f"logged_{when}"] = one.logged.row(row)
         found.append(sample)
     return found
 
@@ -51,6 +47,4 @@ def figures(before: Evaluated, after: Evaluated) -> dict[str, Any]:
         for when, one in both.items()
     }
     found["compared"] = {name: one.as_dict() for name, one in compared(before, after).items()}
-    if after.logged.metrics:
-        found["logged"] = {when: dict(one.logged.metrics) for when, one in both.items()}
     return found

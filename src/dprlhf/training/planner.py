@@ -132,7 +132,6 @@ def measure(
     *,
     responses: Sequence[int] = (),
     prompts: int = PROBED,
-    trial_runs: bool = False,
 ) -> Facts:
     """Load what a recipe names and measure signal, reward and time on its public prompts.
 
@@ -141,12 +140,10 @@ def measure(
         sources: Objects in memory that replace the recipe's data, rewards or policy.
         responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
         prompts: Most public prompts that the signal is measured on.
-        trial_runs: Whether trial runs follow, for which all other public rows are taken, too.
 
     Raises:
         DprlhfError: The run itself would fail for the same reason, the recipe has no public
-            prompts, some of those that are taken are users', no signal can be measured on them, or
-            it is a non-private baseline.
+            prompts, some of those that are taken are users', or it is a non-private baseline.
     """
     if recipe.privacy.epsilon is None or recipe.privacy.baseline:
         raise DprlhfError(
@@ -161,17 +158,11 @@ def measure(
     stage, parts = load_parts(probed, sources, processes, quiet=True, counted=False)
     assert isinstance(stage, Reinforcement)
     # A run is only asked for the rows that it takes itself; noise does not cover what is chosen.
-    taken = None if trial_runs else prompts
-    processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=taken))
+    processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=prompts))
     rows = _probed_prompts(recipe, parts.public, prompts)
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
     probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
-    if not trial_runs and not any(signal.norm > 0 for signal in probe.signals.values()):
-        raise DprlhfError(
-            f"plan: no signal could be measured on {probe.prompts} public prompts, whose gradients"
-            " agree no more than by chance: give more of them, or compare choices by --trial-runs"
-        )
     for _ in range(2):  # the first pass warms up
         phases = seconds_a_response(parts.policy, stage.scorer, rows, settled, keeps=stage.keeps)
     signal = probe.signals[counts[-1]]

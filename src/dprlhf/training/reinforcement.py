@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,13 +43,7 @@ from dprlhf.training.evaluation_files import figures, first_samples, samples
 from dprlhf.training.example_tokens import check_template
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
-from dprlhf.training.measures import (
-    Comparison,
-    PolicyEstimate,
-    RewardEstimate,
-    as_metrics,
-    drift_warnings,
-)
+from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.training.policy_setup import (
     load_policy_of,
     start_adapter,
@@ -66,7 +59,7 @@ from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
 
 if TYPE_CHECKING:
-    from dprlhf.agents import AgentSampler, FunctionSampler
+    from dprlhf.agents import AgentSampler
     from dprlhf.training.guidance import Guidance
 
 NEAR_ZERO, HEALTHY = 0.1, 0.9
@@ -141,7 +134,7 @@ class Reinforcement:
         self.guidance: Guidance | None = None
         self.keeps = False
         self.timing: dict[str, float] = {}
-        self.agent: AgentSampler | FunctionSampler | None = None
+        self.agent: AgentSampler | None = None
         self._sources = sources
         self._valid = ValidShare()
         self._warned = False
@@ -170,14 +163,14 @@ class Reinforcement:
         """The parts of this stage that a checkpoint keeps, by the name of the file."""
         return {} if self.guidance is None else {"subspace": self.guidance}
 
-    def load_policy(self, public: Users | None) -> CausalLMPolicy:
+    def load_policy(self) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
         policy: CausalLMPolicy
         if self._sources.policy is None:
             policy = load_policy_of(self.recipe)
         else:
             policy = with_sampling(self._sources.policy, self.recipe)
-        self.recipe = with_prompt_width(self.recipe, policy, public)
+        self.recipe = with_prompt_width(self.recipe, policy)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
             from dprlhf.agents import load_sampler
@@ -200,27 +193,17 @@ class Reinforcement:
         self._neutral = neutral_prompts(
             conversations=users.conversations, in_rows=users.with_prompts
         )
-        acting = self._acting
-        if acting is not None:
-            acting.agent.check_columns(users.column_names)
-        if acting is not None and not users.conversations:
-            raise DprlhfError(
-                "rollout.agent: tools are called in conversations, and data.prompt_column"
-                f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
-            )
+        if self.agent is not None:
+            self.agent.agent.check_columns(users.column_names)
+            if not users.conversations:
+                raise DprlhfError(
+                    "rollout.agent: tools are called in conversations, and data.prompt_column"
+                    f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
+                )
         if self.recipe.update.least_squares is not None:
             from dprlhf.updates.privls.in_round import check_dimension
 
             check_dimension(self.recipe.update, policy.dimension)
-
-    @property
-    def _acting(self) -> AgentSampler | None:
-        """The sampler of a policy with tools; None without them, or with a ``rollout_func``."""
-        if self.agent is None:
-            return None
-        from dprlhf.agents import AgentSampler
-
-        return self.agent if isinstance(self.agent, AgentSampler) else None
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each prompt whether it has more tokens than the recipe keeps."""
@@ -259,7 +242,6 @@ class Reinforcement:
     def shapes(self) -> Shapes:
         """The shapes of sampling and of the update."""
         recipe, rollout = self.recipe, self.recipe.rollout
-        given = self.agent is not None and self._acting is None
         return Shapes(
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
@@ -267,7 +249,7 @@ class Reinforcement:
             num_generations=rollout.responses if rollout.shares_prompts else 1,
             prompts=recipe.data.prompts_in_round,
             update=recipe.update,
-            rollout=None if rollout.backend == "vllm" or given else rollout,
+            rollout=None if rollout.backend == "vllm" else rollout,
             keeps=self.keeps,
         )
 
@@ -281,13 +263,10 @@ class Reinforcement:
         )
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
-        if self._acting is not None:
-            from dprlhf.agents import check_fresh
+        if self.agent is not None:
+            from dprlhf.agents import check_apart, check_fresh
 
-            check_fresh(self._acting.agent, rows * recipe.data.prompts_in_round)
-        if policy.sampler is not None:
-            from dprlhf.agents import check_apart
-
+            check_fresh(self.agent.agent, rows * recipe.data.prompts_in_round)
             check_apart(policy, recipe.rollout, self.known, recipe.data.max_prompt_tokens)
         self.spread = check_rewards(
             self.rewards,
@@ -308,7 +287,6 @@ class Reinforcement:
             else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
             for r in self.rewards
         ]
-        self.rewards = [r.publishing(self.spread.published.get(r.name, ())) for r in self.rewards]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         judging = self.judges.items()
@@ -347,8 +325,7 @@ class Reinforcement:
         self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink, state=self._state)
         if self.agent is not None:
             self.agent.sink = sink
-        if self._acting is not None:
-            self._acting.agent.in_rounds = True
+            self.agent.agent.in_rounds = True
         yield
 
     # --- the rounds -------------------------------------------------------------------------
@@ -363,6 +340,7 @@ class Reinforcement:
         if self.guidance is not None:
             with run.progress.unlogged():
                 subspace = self.guidance.subspace(run, batch, self.scorer)
+            self._expect(run, self.guidance.seconds)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
@@ -477,11 +455,20 @@ class Reinforcement:
         return found
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Time a response's phases on public prompts, or without them on neutral ones."""
+        """Time a response's phases on public prompts; None if fitting a subspace will time them."""
+        if self.public is None or self.guidance is not None:
+            return None
         self.timing = seconds_a_response(
-            run.policy, self.scorer, self.known, self.recipe, keeps=self.keeps
+            run.policy, self.scorer, self.public, self.recipe, keeps=self.keeps
         )
         return seconds_a_round(self.recipe, run.plan, self.timing)
+
+    def _expect(self, run: Run, seconds: dict[str, float]) -> None:
+        """Estimate the remaining time from the phases of the first subspace's public prompts."""
+        if seconds and not self.timing:
+            self.timing = seconds
+            of_round = seconds_a_round(self.recipe, run.plan, seconds)
+            run.progress.expect(of_round / run.processes.count)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public prompts after round t, and keep a few of the responses."""
@@ -491,18 +478,10 @@ class Reinforcement:
         for line in first_samples(public, t):
             kept.write(line)
         against_base = comparison_metrics(compared(self._before, public))
-        logged = {f"public_logged_{n}": v for n, v in public.logged.metrics.items()}
-        return {**as_metrics(public.estimates), **against_base, **logged}
+        return {**as_metrics(public.estimates), **against_base}
 
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
-        """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts.
-
-        Also say what released and public values show against the result.
-        """
-        estimates = [one.estimate if one is not None else None for one in (before, after)]
-        lines = list(JsonLines(run.folder.metrics).read())
-        for warning in drift_warnings(lines, self.recipe.reward_range, *estimates):
-            print(f"dprlhf: warning: {warning}", file=sys.stderr)
+        """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""
         if before is not None and after is not None:
             write_json(run.folder.evaluation, figures(before, after))
             write_json(run.folder.samples, samples(before, after))

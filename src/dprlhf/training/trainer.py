@@ -143,10 +143,6 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         card: The run's privacy card.
     """
     plan, trained = run.plan, run.recipe.trained
-    # A function that makes the responses gets the whole prompts, and so do the rewards.
-    rollout = run.recipe.rollout if isinstance(run.recipe, Recipe) else None
-    agent = rollout.agent if rollout is not None else None
-    sees_the_cut = rollout is not None and not (agent and agent.rollout_func)
     whole = card.get("total", card)
     promise = "none: no noise is added (a baseline)"
     if plan.private:
@@ -155,17 +151,13 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
     if seconds is None:
         time = "unknown without public rows (evaluation)"
     else:
-        rows = "public rows" if run.public is not None else "stand-in rows, which may be shorter"
-        time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by {rows}"
+        time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by public rows"
     return [
         f"privacy   {promise}; {card['unit']}",
-        f"users     {plan.users:,}, in {plan.rounds} rounds; each takes part"
-        f" {plan.participations} time(s)",
-        f"a step    is a round: about {plan.expected_batch_size:.3g} users with at most"
-        f" {run.recipe.data.prompts_in_round} prompt(s) each"
-        + (f", {rollout.responses} responses to a prompt" if rollout is not None else ""),
+        f"users     {plan.users:,}, in {plan.rounds} rounds of {plan.expected_batch_size:.1f}"
+        f" expected users; each takes part {plan.participations} time(s)",
         f"rows      {run.recipe.data.kept}"
-        + (", and that is what rewards see" if sees_the_cut else ""),
+        + (", and that is what rewards see" if isinstance(run.recipe, Recipe) else ""),
         f"machine   {run.processes.count} process(es), {run.policy.device}, {trained.dtype};"
         f" {run.policy.dimension:,} trained parameters of {trained.model_name_or_path}",
         f"time      {time}",

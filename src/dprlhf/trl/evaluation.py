@@ -101,8 +101,6 @@ def _repeated(compute_metrics: ComputeMetrics | None, public: Prompts) -> Comput
 def check_best(metric: str, found: Evaluated) -> None:
     """Check that evaluations during a run have the metric of ``metric_for_best_model``.
 
-    What a reward logs is published only in the run, so its names, ``logged_…``, are not checked.
-
     Args:
         metric: The setting.
         found: An evaluation with KL and perplexity.
@@ -112,7 +110,7 @@ def check_best(metric: str, found: Evaluated) -> None:
     """
     told = {**as_metrics(found.estimates), **comparison_metrics(compared(found, found))}
     names = as_evaluation(dict.fromkeys(told, 0.0))
-    if name_of_best(metric) not in names and not name_of_best(metric).startswith("eval_logged_"):
+    if name_of_best(metric) not in names:
         raise DprlhfError(
             f"metric_for_best_model={metric!r}: no evaluation of public prompts has it: take one of"
             f" {', '.join(sorted(names))}, or let compute_metrics return it"

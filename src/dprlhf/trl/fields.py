@@ -69,19 +69,15 @@ COMMON: dict[str, Field] = {
     "trust_remote_code": Field("honoured", "policy.trust_remote_code"),
     "resume_from_checkpoint": Field("honoured", "as of train(resume_from_checkpoint=…)"),
     "eval_steps": Field("honoured", "evaluation.every, in rounds; below 1 a share of them"),
-    "max_steps": Field(
-        "mapped", "rounds: a round is one step, with one noised release; without it 4 to 16, by the"
-        " number of users",
-    ),
+    "max_steps": Field("mapped", "rounds: a round is one step, with one noised release"),
     "num_train_epochs": Field(
         "mapped",
         "privacy.participations, the number of rounds that a user takes part in (more noise each)",
     ),
-    "per_device_train_batch_size": Field("mapped", "update.batch_size, a micro-batch"),
-    "gradient_accumulation_steps": Field(
-        "no effect", "a round adds up all of its users; max_steps, or the number of users, decides"
-        " how many there are",
+    "per_device_train_batch_size": Field(
+        "mapped", "update.batch_size, a micro-batch; without max_steps it also sizes the rounds"
     ),
+    "gradient_accumulation_steps": Field("mapped", "without max_steps it sizes the rounds"),
     "generation_batch_size": Field("mapped", "derived; responses are sampled in batches of a size"
                                    " that rollout.batch_size: auto determines"),
     "steps_per_generation": Field("mapped", "derived, as generation_batch_size"),
@@ -301,12 +297,11 @@ ARGUMENTS: dict[str, Field] = {
     "optimizers": Field("refused", "a resumed run makes the optimizer again: name it in args"),
     "quantization_config": Field("mapped", "bitsandbytes in 4 bit, or in 8 bit without outliers"),
     "peft_config": Field(
-        "mapped", "configs that change the model's layers, such as LoraConfig; None is a LoRA of"
-        " rank 1, and {'type': 'full'} trains all weights. Refused are prompt"
+        "mapped", "configs that change the model's layers, such as LoraConfig. Refused are prompt"
         " and prefix tuning, whose tokens stand before a prompt, and what the message names",
     ),
     "tools": Field("honoured", "functions, also asynchronous ones"),
-    "rollout_func": Field("mapped", "called with the prompts of one user at a time"),
+    "rollout_func": Field("refused", "give tools or environment_factory"),
     "environment_factory": Field("mapped", "one environment for each trajectory"),
 }  # fmt: skip
 """The arguments of TRL's trainers."""
@@ -326,8 +321,7 @@ LOG: dict[str, Field] = {
         total_flos""")),
     "eval_*loss": Field("absent", "eval_reward and the measures beside it say more"),
     "log_metric": Field(
-        "absent", "what a reward logs of private rows; of public ones eval_logged_NAME, if it"
-        " declares dprlhf_logs_public",
+        "absent", "what a reward logs is in secret/telemetry-*.jsonl, of private rows alone",
     ),
 }  # fmt: skip
 """The fields of TRL's ``state.log_history``; ``*`` stands for any text."""

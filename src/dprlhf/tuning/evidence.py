@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,11 @@ import yaml
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Recipe, dump_recipe, load_recipe
 from dprlhf.recipe.loading import read_settings
-from dprlhf.tuning.tried import Tried, Tuned
+from dprlhf.tuning.tried import Tuned, changes_text
 
 _WIDTH = 98
 _SHOWN = 6
-"""The most values of a key whose rewards are listed."""
-_NEAR = 0.9
-"""From this share of the reward's range on, trials are taken to be hard to tell apart."""
+"""The most settings whose rewards are listed, the best ones first."""
 
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
@@ -37,13 +34,10 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
     own = load_recipe(source, overrides)
     keys = [override.partition("=")[0] for override in overrides]
     changes = {key: _plain(own, key) for key in keys} | tuned.best.changes
-    notes = {key: note(tuned, own, key) for key in tuned.best.changes}
     if "update.name" in tuned.best.changes:  # another update has other settings
         changes = {k: v for k, v in changes.items() if not k.startswith("update.")}
         changes["update"] = _update_section(tuned, source, keys)
-        of_update = [notes.pop(key) for key in list(notes) if key.startswith("update.")]
-        notes["update"] = "\n".join(of_update)
-    head = "".join(_comment(text) for text in (header(tuned), *notes.values()))
+    head = _comment(header(tuned))
     settings = read_settings(source)
     for key, value in changes.items():
         _put(settings, key.split("."), value)
@@ -90,41 +84,17 @@ def header(tuned: Tuned) -> str:
         + (f", {refused} were refused" if refused else "")
         + f". Reward at the end on {tuned.scored} other public prompts ± standard error of its"
         " rise, and KL to the base model in nats a response:",
-        f"  the recipe as it was: {tuned.own}",
     ]
-    if tuned.best.changes:
-        lines.append(f"  the recipe as below:  {tuned.best}")
-    else:
+    best = tuned.decided[:_SHOWN]
+    shown = best if tuned.own in best else [*best, tuned.own]
+    lines += [f"  {changes_text(one.changes)}: {one}" for one in shown]
+    if not tuned.best.changes:
         lines.append("  nothing that was tried is better, so nothing has changed")
-    most = tuned.recipe.reward_range
-    if tuned.best.score >= _NEAR * most:
-        lines.append(
-            f"That is near the end of the reward's range (reward_range: {most:g}), where trials"
-            " can hardly be told apart, and texts that have come apart may earn as much. With the"
-            " same reward, less KL is nearer to the base model; kl.beta makes it count."
-        )
     lines.append(
         "These rewards chose the settings, so they flatter them: compare runs by their evaluation,"
         " whose prompts were not used."
     )
     return "\n".join(lines)
-
-
-def note(tuned: Tuned, own: Recipe, key: str) -> str:
-    """Return the evidence for a changed key: the values that were tried, and their rewards.
-
-    A value's reward is that of the best settings which had it, so it is not the effect of this key
-    alone.
-    """
-    best: dict[str, Tried] = {}
-    for tried in [*tuned.decided, *tuned.searched]:  # best ones first; those that decided lead
-        best.setdefault(json.dumps(tried.changes.get(key, _plain(own, key))), tried)
-    found = [json.loads(value) for value in list(best)[:_SHOWN]]
-    ordered = sorted(found) if all(isinstance(v, int | float) for v in found) else found
-    told = "; ".join(f"{json.dumps(v)}: {best[json.dumps(v)]}" for v in ordered)
-    left = len(best) - len(found)
-    more = f"; and {left} more that did worse" if left else ""
-    return f"{key}: was {json.dumps(_plain(own, key))}. Best reward with each value: {told}{more}."
 
 
 def _update_section(tuned: Tuned, source: Path, overridden: Sequence[str]) -> dict[str, Any]:

@@ -113,15 +113,9 @@ class Search:
             KeyboardInterrupt: The search was interrupted; what has ended is kept.
         """
         self._before = beat
-        few = False
         while self._time_for_one(SEARCH_SHARE) and not self._enough():
             self._line_up()
             self._trial(told)
-            if not few and (few := self._has_time_for_few()):
-                told(
-                    f"a trial takes {self._usual() / 60:.1f} minutes: this search has time for few;"
-                    " give more --minutes, or score on fewer prompts (--scored)"
-                )
         while (settings := self._to_confirm()) is not None and self._time_for_one(1.0):
             parameters = settings.params
             self._study.enqueue_trial(parameters, user_attrs={"confirms": True})
@@ -279,14 +273,6 @@ class Search:
     def _time_for_one(self, share: float) -> bool:
         """Return whether another run of median duration ends within this share of the time."""
         return time.monotonic() - self._started + self._usual() <= share * self._seconds
-
-    def _has_time_for_few(self) -> bool:
-        """Return whether the trials of all calls, with those that fit in this one, are few."""
-        ended, usual = len(self._ended(confirming=False)), self._usual()
-        if self._most is not None or not usual:
-            return False
-        left = SEARCH_SHARE * self._seconds - (time.monotonic() - self._started)
-        return ended + left / usual < _TRIALS_PLANNED / 2
 
     def _enough(self) -> bool:
         of_search = [t for t in self._study.trials if "confirms" not in t.user_attrs]

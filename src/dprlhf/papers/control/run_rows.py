@@ -20,8 +20,8 @@ from dprlhf.papers.control import bandits
 from dprlhf.papers.control.environments import Riverswim, make_environment
 from dprlhf.papers.control.policies import softmax
 from dprlhf.papers.control.settings import PGPE, ControlRecipe, load
-from dprlhf.papers.control.tables import TABLES, Row
-from dprlhf.papers.control.train import Outcome, train
+from dprlhf.papers.control.tables import TABLES, TableRow
+from dprlhf.papers.control.train import ControlOutcome, train
 from dprlhf.papers.control.ucbvi import Counting, ucbvi
 from dprlhf.privacy.plan import json_ready
 from dprlhf.runs.many import run_missing
@@ -36,7 +36,7 @@ class MeasuredRow:
         runs: One result for each seed: its ``value``, and what the row's kind adds.
     """
 
-    row: Row
+    row: TableRow
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -75,7 +75,7 @@ def run_table(
     """
     rows = [row for row in TABLES[table]() if only in row.name]
     if changes:
-        rows = [Row(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]
+        rows = [TableRow(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]
     work = {
         cache / f"{row.name.replace('/', '_')}-{seed}-{row.digest(seed, recipes)}.json": (row, seed)
         for row in rows
@@ -95,7 +95,7 @@ def run_table(
 def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> Any:
     """Run one seed of a row and return its result."""
     torch.set_num_threads(1)
-    row = Row(**settings)
+    row = TableRow(**settings)
     given = row.settings
     if row.kind == "ucbvi":
         return _ucbvi(row, seed, seeds)
@@ -112,7 +112,9 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> An
     return _result(outcome, float(outcome.returns.mean()), outcome.curve)
 
 
-def _result(outcome: Outcome, value: float, curve: list[tuple[float, float]]) -> dict[str, Any]:
+def _result(
+    outcome: ControlOutcome, value: float, curve: list[tuple[float, float]]
+) -> dict[str, Any]:
     plan = outcome.plan
     return {
         "value": value,
@@ -152,7 +154,7 @@ def _regret(recipe: ControlRecipe, key: bytes, seed: int) -> dict[str, Any]:
     return _result(outcome, float(regret[-1]), curve)
 
 
-def _ucbvi(row: Row, seed: int, seeds: int) -> list[dict[str, Any]]:
+def _ucbvi(row: TableRow, seed: int, seeds: int) -> list[dict[str, Any]]:
     given = row.settings
     counting = Counting(given["epsilon"], mechanism=given["mechanism"])
     regret = ucbvi(

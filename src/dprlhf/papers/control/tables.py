@@ -37,7 +37,7 @@ BANDIT_UPDATES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table.
 
     Attributes:
@@ -70,8 +70,8 @@ class Row:
 
 def _train(
     recipe: str, name: str, paper: str, goal: float | None, note: str, **changes: Any
-) -> Row:
-    return Row(
+) -> TableRow:
+    return TableRow(
         name, "train", {"recipe": f"{recipe}.yaml", **_dotted(changes)}, paper, goal, note,
         name.split("/")[0],
     )  # fmt: skip
@@ -92,7 +92,7 @@ HZ_CLAIMED = {
 """He & Zhou's table 1 as printed, by update and the ε that they claim."""
 
 
-def hz() -> list[Row]:
+def hz() -> list[TableRow]:
     """He & Zhou, table 1 (CartPole, 1,000 users), and the sample complexity of their theorems."""
     rows = []
     goals = {("pg", 3.0): 300.0, ("npg", 3.0): 490.0, ("npg", 1.0): 450.0}
@@ -130,7 +130,7 @@ def hz() -> list[Row]:
         for baseline, note in forms.items()
     ]
     rows += [
-        Row(
+        TableRow(
             f"bandit/{update}/epsilon={epsilon:g}/users={users}",
             "bandit",
             {"update": update, "epsilon": epsilon, "users": users, "d": BANDIT_DIMENSION},
@@ -143,12 +143,12 @@ def hz() -> list[Row]:
     return rows
 
 
-def rio() -> list[Row]:
+def rio() -> list[TableRow]:
     """Rio et al., table 1 and figures 2 and 6: control, dosing and MuJoCo."""
     return [*_rio_control(), *_rio_dosing(), *_rio_mujoco()]
 
 
-def _rio_control() -> list[Row]:
+def _rio_control() -> list[TableRow]:
     rows = []
     # What the paper's z really costs: one Gaussian, zero-out, δ = 1e-5.
     spent = {z: round(gaussian_epsilon(z, 1e-5), 4) for z in (1.0, 3.0)}
@@ -192,7 +192,7 @@ def _rio_control() -> list[Row]:
     return rows
 
 
-def _rio_dosing() -> list[Row]:
+def _rio_dosing() -> list[TableRow]:
     dosing = {
         0: (109.9, "109.9 ± 4.8 (z = 0.1, ε = 91.8)"),
         1: (20.7, "20.7 ± 53.4 (z = 0.1, ε = 91.8)"),
@@ -211,7 +211,7 @@ def _rio_dosing() -> list[Row]:
     ]
 
 
-def _rio_mujoco() -> list[Row]:
+def _rio_mujoco() -> list[TableRow]:
     rows = []
     mujoco = {
         "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
@@ -232,14 +232,14 @@ def _rio_mujoco() -> list[Row]:
     return rows
 
 
-def riverswim() -> list[Row]:
+def riverswim() -> list[TableRow]:
     """Rio et al., figures 1 and 5: cumulative regret of the stream mode and of UCB-VI."""
     rows = []
     for p, epsilon in itertools.product((0.6, 0.9), (1.0, 5.0)):
         group = f"riverswim-{p:g}"
         environments = {"blind": f"{group}-blind", "tabular": group}
         rows += [
-            Row(
+            TableRow(
                 f"{group}/pgpe-{policy}/epsilon={epsilon:g}",
                 "regret",
                 {
@@ -254,7 +254,7 @@ def riverswim() -> list[Row]:
             for policy, environment in environments.items()
         ]
         rows += [
-            Row(
+            TableRow(
                 f"{group}/ucb-vi-{mechanism}/bonus={bonus:g}/epsilon={epsilon:g}",
                 "ucbvi",
                 {

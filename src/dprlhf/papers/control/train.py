@@ -30,7 +30,7 @@ Watch = Callable[[int, Array], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ControlOutcome:
     """What a run released, and how it does on fresh trajectories.
 
     Attributes:
@@ -53,7 +53,7 @@ def train(
     seed: int,
     environment: Environment | None = None,
     watch: Watch | None = None,
-) -> Outcome:
+) -> ControlOutcome:
     """Train on simulated users; the ledger lasts as long as the run, for they are nobody.
 
     Args:
@@ -99,7 +99,7 @@ def train(
             ledger.commit(t)
     final = theta.detach().numpy().copy()
     returns = evaluate(environment, policy, final, (seed, 3), recipe.evaluation_episodes)
-    return Outcome(final, plan, returns, curve)
+    return ControlOutcome(final, plan, returns, curve)
 
 
 @lru_cache

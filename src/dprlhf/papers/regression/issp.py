@@ -148,7 +148,11 @@ class ISSP:
             )
         setup = make_setup(self.leverage * d / users, *step)
         if setup is None:
-            raise DprlhfError(_too_many(d, self.leverage, users, epsilon, delta, adjacency))
+            raise DprlhfError(
+                f"issp: {d} dimensions need more than {users:,.0f} users at epsilon {epsilon:g},"
+                f" delta {delta:g} ({adjacency}): use sufficient-statistics, improper-batch-sgd or"
+                " projected-sgd"
+            )
         features, targets = finite_rows(features.double(), targets.double())
         features, targets = bounded_rows(features, targets, self.feature_bound, self.target_bound)
         ridge = self.ridge * users * self.feature_bound**2
@@ -412,22 +416,3 @@ def _one_step(epsilon: float, delta: float, adjacency: Adjacency) -> tuple[float
     if adjacency == "replace-one":
         return epsilon / 2, delta / (1 + math.exp(min(epsilon / 2, 300.0)))
     return epsilon, delta
-
-
-def _too_many(
-    d: int, leverage: float, users: float, epsilon: float, delta: float, adjacency: Adjacency
-) -> str:
-    low, high = 0.0, leverage * d / users  # values of τ_0 that are feasible and infeasible
-    while high - low > 1e-3 * high:
-        middle = 0.5 * (low + high)
-        fine = make_setup(middle, *_one_step(epsilon, delta, adjacency)) is not None
-        low, high = (middle, high) if fine else (low, middle)
-        if high < 1e-8:
-            break
-    dimensions = math.floor(low * users / leverage)
-    needed = math.ceil(leverage * d / low) if low else math.inf
-    return (
-        f"issp: {d} dimensions need {needed:,} users at epsilon {epsilon:g}, delta {delta:g}"
-        f" ({adjacency}), not {users:,.0f}, with which at most {dimensions} are possible: use"
-        " sufficient-statistics, improper-batch-sgd or projected-sgd"
-    )

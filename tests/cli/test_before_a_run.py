@@ -1,11 +1,9 @@
-"""Before a run: doctor, init, dry run, flags and the check of a reward."""
+"""Before a run: init, dry run, flags and the check of a reward."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from dprlhf import recipe, train
-from dprlhf.cli import doctor
 from dprlhf.cli.answers import users_in
 from dprlhf.cli.app import app
 from dprlhf.cli.init import new_recipe
-from dprlhf.cli.reward_check import histogram, reward_check
+from dprlhf.cli.reward_check import reward_check
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import load_recipe, make_recipe
@@ -50,51 +47,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     public = "".join(f"public {i},{i}, the answer is {i}{'!' * i}\n" for i in range(6))
     (tmp_path / "public.csv").write_text("prompt,answer,completion\n" + public)
     return tmp_path
-
-
-class TestDoctor:
-    def test_this_machine_is_well(self) -> None:
-        found = {finding.name: finding for finding in doctor.examine()}
-        assert found["torch"].value == importlib.metadata.version("torch")
-        assert "cores" in found["cpu"].value
-        assert found["processes"].good
-        assert {"python", "disk", "hub", "asset imdb"} <= found.keys()
-        assert not [f for f in found.values() if not f.good]
-
-    def test_old_and_missing_packages_are_bad(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = ["torch>=999", "no-such-package-here>=1.0", "numpy", "vllm>=1; extra == 'vllm'"]
-        monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
-        found = {f.name: f for f in doctor._versions()}
-        assert not found["torch"].good
-        assert "needed: torch>=999" in found["torch"].value
-        assert not found["no-such-package-here"].good
-        assert found["numpy"].good
-        assert "vllm" not in found
-
-    @pytest.mark.parametrize("missing", ["torch", "accelerate", "huggingface_hub"])
-    def test_a_missing_library_is_reported(
-        self, missing: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if missing != "huggingface_hub":  # it is imported again, and its import fails
-            monkeypatch.delitem(sys.modules, "dprlhf.training.processes", raising=False)
-        monkeypatch.setitem(sys.modules, missing, None)
-        bad = [f.name for f in doctor.examine() if not f.good]
-        assert bad == {"torch": ["devices", "processes"], "accelerate": ["processes"],
-                       "huggingface_hub": ["hub"]}[missing]  # fmt: skip
-
-    def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
-        done = call("doctor")
-        assert done.exit_code == 1
-        assert done.output == "BAD disk                      full\n"
-
-    def test_a_token_is_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HF_TOKEN", "hf_canary")
-        assert "hf_canary" not in str(doctor.examine())
-
-    def test_a_launch_that_cannot_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        assert not doctor._processes().good
 
 
 class TestInit:
@@ -317,7 +269,7 @@ class TestDryRun:
         done = call(
             "train", str(recipe_file), "rounds=4", "--model_name_or_path", "model",
             "--num-generations=2", "rollout.max_new_tokens=2", "rollout.batch_size=8",
-            "update.batch_size=8", "kl.level=token", "evaluation.prompts=8", "--dry-run", "--json",
+            "update.batch_size=8", "kl.level=token", "--dry-run", "--json",
         )  # fmt: skip
         assert done.exit_code == 0, done.exception
         assert files() == before
@@ -336,7 +288,7 @@ class TestDryRun:
         both = phases["rollout"] + phases["reward"]
         assert plan["estimated_seconds"] == pytest.approx(80 * sum(phases.values()) + 12 * both)
         assert plan["memory_bytes"] > 2**20
-        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (16, 2)
+        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (64, 2)
         assert plan["public_prompts_cut"] == 0
         assert sum("never differs" in w for w in plan["warnings"]) == 1  # 2 bytes of response
         assert "kl.level has no effect with kl.beta 0" in plan["warnings"]
@@ -344,12 +296,12 @@ class TestDryRun:
         assert f"d = {plan['dimension']:,}" in text
         assert plan["noise_to_clip_ratio"] > 1  # 40 users are few
         assert "noise leads (noise-to-clip ratio 1.16, above 1): take fewer dimensions" in text
-        assert "16 (0% of the public prompts" in text
+        assert "64 (0% of the public prompts" in text
         assert "6 responses to public prompts" in text
 
     QUICK = (
         "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
-        "update.batch_size=8", "rollout.max_new_tokens=2", "evaluation.prompts=8",
+        "update.batch_size=8", "rollout.max_new_tokens=2",
     )  # fmt: skip
 
     def test_the_reward_and_what_is_cut_are_those_of_public_prompts(
@@ -461,35 +413,6 @@ class TestRewardCheck:
         assert not stand_ins
         assert report.scores == (1.0,) * 6
 
-    def test_what_a_reward_logs(self, here: Path) -> None:
-        Path("logging.py").write_text(
-            "calls = []\n"
-            "def reward(completions, log_metric):\n"
-            "    calls.append(1)\n"
-            "    log_metric('rows', len(completions))\n"
-            "    log_metric('calls', len(calls))\n"
-            "    return [len(c) / 10 for c in completions]\n"
-            "def declared(completions, log_metric):\n"
-            "    return reward(completions, log_metric)\n"
-            "declared.dprlhf_logs_public = True\n"
-        )
-        changing = "logs that change when called again, not published: calls"
-        held = "logs without dprlhf_logs_public on the reward, not published: rows"
-        for name, expected in (
-            ("reward", [changing, held]),
-            ("declared", ["logs: rows", changing]),
-        ):
-            done = call("reward-check", f"logging.py:{name}", "--prompts", "public.csv")
-            lines = [line.strip() for line in done.output.splitlines() if "  logs" in line]
-            assert lines == expected
-
-    def test_stand_ins(self, here: Path) -> None:
-        report, stand_ins = reward_check("my_rewards.py:brevity", "private.csv", reward_range=3)
-        assert stand_ins
-        assert report.rows == 40
-        assert report.minimum < report.maximum
-        assert 0 < report.clipped < 1
-
     def test_a_reward_that_couples_users_is_refused(self, here: Path) -> None:
         done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
         assert isinstance(done.exception, DprlhfError)
@@ -511,29 +434,3 @@ class TestRewardCheck:
         Path("lines.txt").write_text("one\ntwo\n")
         report, _ = reward_check("my_rewards.py:brevity", "lines.txt", prompt_column="question")
         assert report.rows == 2
-
-    def test_missing_completions_and_no_rows_are_refused_in_one_line(self, here: Path) -> None:
-        Path("gaps.jsonl").write_text(
-            '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": null}\n'
-        )
-        with pytest.raises(DprlhfError, match="'completion' has no completion in some rows"):
-            reward_check("my_rewards.py:brevity", "gaps.jsonl")
-        none = call("reward-check", "my_rewards.py:brevity", "--prompts=public.csv", "--limit=0")
-        assert "'--limit'" in str(none.exception)
-
-    @pytest.mark.parametrize("value", [0.0, float("nan")])
-    def test_a_reward_range_that_is_no_range_is_refused(self, here: Path, value: float) -> None:
-        with pytest.raises(DprlhfError, match=r"--reward-range .*: write a number above 0"):
-            reward_check("my_rewards.py:brevity", "public.csv", reward_range=value)
-
-    @settings(derandomize=True, max_examples=50, deadline=None)
-    @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=50))
-    def test_every_value_is_in_the_histogram(self, values: list[float]) -> None:
-        lines = histogram(values)
-        if len(lines) > 1:
-            counts = [int(line.split()[-1]) for line in lines]
-            assert sum(counts) == len(values)
-            assert counts[0] > 0  # the smallest
-            assert counts[-1] > 0  # the largest
-        else:
-            assert "cannot teach" in lines[0]
