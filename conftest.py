@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import itertools
 import sys
 from collections import Counter
@@ -62,6 +63,23 @@ def _hub_ids_are_local_folders(
         tmp_path = request.getfixturevalue("tmp_path")  # no folder for every other test
         tiny.save(tmp_path / "openai-community/gpt2")
         monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep models in float32 where a recipe leaves the dtype to the machine."""
+    if Path(str(request.node.fspath)).name == "test_hardware.py":
+        return
+    importlib.import_module("dprlhf.hardware")  # from which others take it later
+
+    def native_dtype(device_type: str | None = None) -> object:
+        import torch
+
+        return torch.float32
+
+    for place in ("dprlhf.hardware", "dprlhf.policies.loading", "dprlhf.training.recipe_plan"):
+        if place in sys.modules:
+            monkeypatch.setattr(f"{place}.native_dtype", native_dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,8 @@
     python scripts/newcomer.py                # writes docs/results/newcomer.json
     python scripts/newcomer.py --here         # in this environment, without a new one
 
-The commands are read from that page, so the two cannot differ. The model that they name on the hub
-is a folder with a tiny random model here: transformers takes a folder first, and no network is
-needed. The demo's own time is the one that `make demo` measured (docs/results/demo.json).
+The commands are read from that page. The model that they name on the hub is a folder with a tiny
+random model here, which transformers takes first. The demo's time is in docs/results/demo.json.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ class Task:
     commands: list[str] = field(default_factory=list)
     code: str = ""
 
-    @property
-    def is_demo(self) -> bool:
-        return self.commands == ["make demo"]
-
 
 def tasks() -> list[Task]:
     """Return what "First steps" say."""
@@ -72,11 +67,7 @@ def make_model(folder: Path) -> None:
 
 
 def run(task: Task, folder: Path, execute: Callable[[str], int]) -> str | None:
-    """Run a task in a folder; return what went wrong.
-
-    Args:
-        execute: runs a command there and returns its exit status.
-    """
+    """Run a task in a folder, where ``execute`` runs a command; return what went wrong."""
     for command in task.commands:
         if KILLED in command:
             if problem := run_and_kill(command, folder):
@@ -166,7 +157,7 @@ def main() -> None:
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         make_model(folder)
         for task in tasks():
-            if task.is_demo:
+            if task.commands == ["make demo"]:
                 rows += demo_row()
                 continue
             started = time.monotonic()
@@ -185,8 +176,7 @@ def demo_row() -> list[Result]:
     """Return what `make demo` measured of itself in a clean clone; nothing if it has not yet."""
     rows = json.loads((ROOT / "docs/results/demo.json").read_text())
     measured = [row for row in rows if row["name"] == "demo: make demo, clean clone"]
-    changed = {"name": "newcomer: Run the demo", "command": "make demo"}
-    return [Result(**{**row, **changed}) for row in measured]
+    return [Result(**row | {"name": "newcomer: Run the demo"}) for row in measured]
 
 
 if __name__ == "__main__":

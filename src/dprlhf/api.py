@@ -112,7 +112,14 @@ def train(
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:
         flat["peft_config"] = peft_config  # to be refused, as any setting beside a recipe
-    recipe = recipe_of(recipe, overrides, flat, sources)
+
+    def complete(values: dict[str, Any], draft: Recipe) -> dict[str, Any]:
+        from dprlhf.training.defaults import completed
+
+        named = draft.policy.model_name_or_path
+        return completed(values, draft, sources, model if is_model(model) else named)
+
+    recipe = recipe_of(recipe, overrides, flat, sources, complete)
     with contextlib.ExitStack() as refused:
         refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)

@@ -269,7 +269,7 @@ class TestDryRun:
         done = call(
             "train", str(recipe_file), "rounds=4", "--model_name_or_path", "model",
             "--num-generations=2", "rollout.max_new_tokens=2", "rollout.batch_size=8",
-            "update.batch_size=8", "kl.level=token", "--dry-run", "--json",
+            "update.batch_size=8", "kl.level=token", "evaluation.prompts=8", "--dry-run", "--json",
         )  # fmt: skip
         assert done.exit_code == 0, done.exception
         assert files() == before
@@ -288,7 +288,7 @@ class TestDryRun:
         both = phases["rollout"] + phases["reward"]
         assert plan["estimated_seconds"] == pytest.approx(80 * sum(phases.values()) + 12 * both)
         assert plan["memory_bytes"] > 2**20
-        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (64, 2)
+        assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (16, 2)
         assert plan["public_prompts_cut"] == 0
         assert sum("never differs" in w for w in plan["warnings"]) == 1  # 2 bytes of response
         assert "kl.level has no effect with kl.beta 0" in plan["warnings"]
@@ -296,12 +296,12 @@ class TestDryRun:
         assert f"d = {plan['dimension']:,}" in text
         assert plan["noise_to_clip_ratio"] > 1  # 40 users are few
         assert "noise leads (noise-to-clip ratio 1.16, above 1): take fewer dimensions" in text
-        assert "64 (0% of the public prompts" in text
+        assert "16 (0% of the public prompts" in text
         assert "6 responses to public prompts" in text
 
     QUICK = (
         "policy.model_name_or_path=model", "rounds=1", "rollout.batch_size=8",
-        "update.batch_size=8", "rollout.max_new_tokens=2",
+        "update.batch_size=8", "rollout.max_new_tokens=2", "evaluation.prompts=8",
     )  # fmt: skip
 
     def test_the_reward_and_what_is_cut_are_those_of_public_prompts(

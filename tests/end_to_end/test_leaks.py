@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from tqdm.auto import tqdm
 
 import dprlhf
 from dprlhf.boundary import Private
+from dprlhf.rewards.isolation import captured
 from dprlhf.training.guidance import Guidance
-from dprlhf.training.progress import Progress
+from dprlhf.training.progress import Progress, _tell_the_time
 from dprlhf.training.reinforcement import Reinforcement
 from helpers import commands, leaks, tiny
 from helpers.runs import run_settings
@@ -98,7 +101,7 @@ def test_a_log_has_no_bar_of_private_work(name: str, runs: Path) -> None:
     output = re.sub(r"\x1b\[A", "\r", (runs / name / "output").read_text())
     frames = [f.rstrip() for f in re.split(r"[\r\n]", output) if "|" in f]
     assert [f for f in frames if not FRAMES.fullmatch(f)] == []
-    assert "dprlhf: rounds 1 to 2; the next line comes when they have ended" in output
+    assert "dprlhf: rounds 1 to 2; until they have ended lines come by the clock" in output
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: Any, users: int, *, terminal: bool) -> str:
@@ -137,7 +140,6 @@ def test_a_log_gets_no_line_between_the_first_round_and_the_last(
 
     progress = Progress(1)
     progress.expect(90.0)
-    assert "evaluation before" in evaluation("before")
     progress.total(2, done=0)
     assert "rounds 1 to 2" in capsys.readouterr().err
     for t in (1, 2):
@@ -148,7 +150,27 @@ def test_a_log_gets_no_line_between_the_first_round_and_the_last(
             progress.show({"public_reward": 1.0})
         assert capsys.readouterr().err == ""
     progress.close()
-    assert "evaluation after" in evaluation("after")
+
+
+def test_lines_in_a_log_come_by_the_clock_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At fixed times, and also while what user code prints is kept secret."""
+    monkeypatch.setattr("dprlhf.training.progress.time.monotonic", lambda: 1000.0)
+    waited: list[float] = []
+    with contextlib.ExitStack() as stack:
+
+        class Clock(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                waited.append(timeout or 0.0)
+                if len(waited) == 1:
+                    stack.enter_context(captured(None))
+                return len(waited) > 2
+
+        _tell_the_time(Clock(), 5400.0)
+    assert waited == [600.0, 1200.0, 1800.0]  # from the start: a late line delays no other
+    of = "of about 90 minutes, by public rows"
+    assert capfd.readouterr().err == f"dprlhf: 10 minutes {of}\ndprlhf: 20 minutes {of}\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -44,6 +44,21 @@ def longest(prompts: Any) -> dict[str, int]:
     return {"data__max_prompt_tokens": 16} if fit else {}
 
 
+RATE = "optimizer__learning_rate"
+
+
+def _fixed(changes: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return what the expected values of many tests rest on, unless a test says otherwise."""
+    fixed = {
+        "rollout__responses": 2, "rollout__batch_size": 128, "optimizer__betas": (0.9, 0.999),
+        **others,
+    }  # fmt: skip
+    for name, key in (("num_generations", "rollout__responses"), ("learning_rate", RATE)):
+        if name in changes:
+            fixed.pop(key, None)
+    return {name: one for name, one in fixed.items() if name.partition("__")[0] not in changes}
+
+
 def run_settings(model: str, **changes: Any) -> dict[str, Any]:
     """Return the arguments of ``dprlhf.train`` for five short rounds of 120 users."""
     prompts = changes.get("prompts", [f"user {i} says" for i in range(120)])
@@ -58,6 +73,7 @@ def run_settings(model: str, **changes: Any) -> dict[str, Any]:
         "policy__adapter": ADAPTER,
         "rollout__max_new_tokens": 6,
         "quiet": True,
+        **_fixed(changes),
         **changes,
     }
 
@@ -74,6 +90,7 @@ def train(model: str, folder: Path, **changes: Any) -> Result:
         "rollout__max_new_tokens": 6,
         "quiet": True,
         "output_dir": folder,
+        **_fixed(changes, optimizer__learning_rate=1e-3),
     }
     with mock.patch("dprlhf.runs.folder.new_key", return_value=bytes(range(32))):
         return dprlhf.train(**(values | changes))

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig
 
+from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import context_length, prompt_room
-from dprlhf.recipe import make_recipe
+from dprlhf.recipe import Data, Rollout, make_recipe
 from dprlhf.rollout.decoding import try_last_step
 from dprlhf.training.policy_setup import with_prompt_width
 from helpers import families
@@ -116,6 +118,24 @@ def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], wid
             "rollout": {"max_new_tokens": policy.room - 48},
         }
     )
-    for most in (None, 512):
-        found = with_prompt_width(settings, policy, most)
-        assert found.data.max_prompt_tokens == width
+    found = with_prompt_width(settings, policy)
+    assert found.data.max_prompt_tokens == width
+
+
+def test_the_longest_prompt_follows_from_public_rows() -> None:
+    policy = families.policy("gpt2")
+    texts = [*["x" * 17] * 199, "y" * 40]  # one of two hundred is longer; a byte is a token
+    public = Users(Dataset.from_dict({"prompt": texts}), Data(path="in-memory"))
+    settings = make_recipe(
+        {
+            "policy": {"model_name_or_path": "tiny"},
+            "data": {"path": "in-memory"},
+            "rewards": [{"function": "package:function"}],
+            "privacy": {"epsilon": 4.0},
+            "rounds": 2,
+            "rollout": {"max_new_tokens": 4},
+        }
+    )
+    assert with_prompt_width(settings, policy, public).data.max_prompt_tokens == 32
+    short = settings.model_copy(update={"rollout": Rollout(max_new_tokens=policy.room - 20)})
+    assert with_prompt_width(short, policy, public).data.max_prompt_tokens == 20

@@ -48,7 +48,7 @@ def test_without_settings_nothing_is_changed_or_cut() -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"min_new_tokens": 17}, "min_new_tokens 17 is more than max_new_tokens 16"),
+        ({"min_new_tokens": 33}, "min_new_tokens 33 is more than max_new_tokens 32"),
         ({"top_k": 3, "base_policy": "reference"}, "top_k works with base_policy on-policy"),
     ],
 )

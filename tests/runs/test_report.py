@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,12 +25,12 @@ ROUNDS = 4
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SECTIONS = [
     "Reward on public prompts",
+    "What privacy cost: noise against signal",
+    "What a guess can gain",
+    "Continuations of public prompts",
     "Reward on private prompts, noised",
-    "ε spent",
-    "Noise against signal",
     "Users with valid rewards, noised",
     "Time by phase",
-    "Continuations of public prompts",
     "Privacy card",
     "Recipe",
 ]
@@ -95,13 +96,19 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def finished_model(run: Path) -> str:
+    return str(yaml.safe_load((run / "recipe.yaml").read_text())["policy"]["model_name_or_path"])
+
+
 class TestWholeRun:
     def test_every_section_and_no_problem(self, run: Path) -> None:
         html = write_report([run]).read_text()
         page = Page(html)
         assert page.texts["h3"] == SECTIONS
         assert problems(html) == ""
-        assert html.count('class="bar"') >= 5 * ROUNDS
+        assert html.count('class="bar"') >= 4 * ROUNDS
+        date = json.loads((run / "privacy.json").read_text())["date"]
+        assert page.texts["h1"] == [f"{finished_model(run)}, given in Python, {date}"]
         assert "This run has no such values" not in html
         assert "Not measured in this run" not in html
 
@@ -178,13 +185,14 @@ class TestWholeRun:
         assert "not distinguishable from 0" not in html
         assert "rise <strong>+2.000" in html
 
-    def test_the_share_of_valid_rewards_has_a_band_and_epsilon_one_step(self, run: Path) -> None:
+    def test_the_share_of_valid_rewards_has_a_band_and_a_guess_one_step(self, run: Path) -> None:
         html = render([read_run(run)])
         line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
         assert f">{1.96 * line['valid_share_noise_std']:.4g}</td>" in html
-        spent = html[html.index("<h3>ε spent") : html.index("<h3>Noise against")]
-        lengths = re.findall(r"width: ([\d.]+)rem", spent)
-        assert lengths == ["0.00", *["8.00"] * ROUNDS]
+        guess = html[html.index("<h3>What a guess") : html.index("<h3>Continuations")]
+        best = json.loads((run / "privacy.json").read_text())["risk"]["best_guess"]
+        lengths = re.findall(r"width: ([\d.]+)rem", guess)
+        assert lengths == [f"{8 * 0.5 / best:.2f}", "8.00"]
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -32,6 +32,7 @@ def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
     flat = {
         "model": model, "epsilon": 8.0, "rounds": 6, "learning_rate": 0.05,
         "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "evaluation__prompts": 4,
+        "rollout__responses": 2,
         **changes,
     }  # fmt: skip
     return recipe_of(None, (), flat, sources), sources

@@ -17,7 +17,9 @@ from dprlhf.recipe import Recipe
 from dprlhf.training.recipe_plan import plan_of
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.fields import GRPO, RLOO
-from dprlhf.trl.mapping import _policy, long_warmup, recipe_of, small_rounds
+from dprlhf.trl.mapping import _policy, long_warmup, recipe_of
+
+_WARM = {"lr_scheduler_type": "constant_with_warmup", "max_steps": 40}
 
 
 def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **changes: Any) -> Recipe:
@@ -30,7 +32,6 @@ def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **chan
         rewards=[{"function": "in-memory"}],
         users=users,
         public=public,
-        processes=1,
     )
 
 
@@ -45,8 +46,10 @@ def value(recipe: Any, key: str) -> Any:
     [
         ({"seed": 7}, "seed", 7),
         ({"learning_rate": 0.5}, "optimizer.learning_rate", 0.5),
-        ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.999)),
-        ({"adam_beta2": 0.9}, "optimizer.betas", (0.9, 0.9)),
+        ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.9)),
+        ({"adam_beta2": 0.8}, "optimizer.betas", (0.9, 0.8)),
+        ({}, "optimizer.learning_rate", 0.02),
+        ({"optim": "sgd", "public": 400}, "optimizer.learning_rate", 0.02),
         ({"adam_epsilon": 1e-3}, "optimizer.eps", 1e-3),
         ({"max_completion_length": 9}, "rollout.max_new_tokens", 9),
         ({"num_generations": 4}, "rollout.responses", 4),
@@ -69,23 +72,18 @@ def value(recipe: Any, key: str) -> Any:
         ({"project": "mine"}, "tracking.project", "mine"),
         ({"trust_remote_code": True}, "policy.trust_remote_code", True),
         ({"max_steps": 12}, "rounds", 12),
+        ({"users": 1000}, "rounds", 8),
+        ({"users": 1000, "gradient_accumulation_steps": 10}, "rounds", 8),
+        ({"users": 50, "num_train_epochs": 3}, "rounds", 6),
         ({"num_train_epochs": 2}, "privacy.participations", 2),
         ({"per_device_train_batch_size": 16}, "update.batch_size", 16),
-        ({"per_device_train_batch_size": 16}, "rounds", 200),
-        ({"gradient_accumulation_steps": 10}, "rounds", 40),
-        ({"gradient_accumulation_steps": 10, "num_train_epochs": 2}, "rounds", 80),
         ({"optim": "sgd"}, "optimizer.name", "sgd"),
         ({"optim": "adamw_torch"}, "optimizer.name", "adam"),
         ({"lr_scheduler_type": "cosine"}, "optimizer.schedule", "cosine"),
-        ({}, "optimizer.schedule", "linear"),
-        ({"warmup_steps": 0.1}, "optimizer.warmup", 0.1),
-        ({"warmup_steps": 40}, "optimizer.warmup", 0.1),
-        ({"warmup_steps": 40, "lr_scheduler_type": "constant"}, "optimizer.warmup", 0.0),
-        (
-            {"warmup_steps": 40, "lr_scheduler_type": "constant_with_warmup"},
-            "optimizer.warmup",
-            0.1,
-        ),
+        ({}, "optimizer.schedule", "constant"),
+        ({"warmup_steps": 0.1, "lr_scheduler_type": "linear"}, "optimizer.warmup", 0.1),
+        ({"warmup_steps": 4, **_WARM}, "optimizer.warmup", 0.1),
+        ({"warmup_steps": 4, "max_steps": 40}, "optimizer.warmup", 0.0),
         ({"beta": 0.1}, "kl.beta", 0.1),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "policy.dtype", "bfloat16"),
         ({"model_init_kwargs": {"revision": "abc"}}, "policy.revision", "abc"),
@@ -112,7 +110,12 @@ def value(recipe: Any, key: str) -> Any:
         ({"privacy_reward_range": 2.0}, "reward_range", 2.0),
         ({"privacy_previous": ["a"]}, "previous.0.run", "a"),
         ({"privacy_book": "book.db"}, "privacy.book", "book.db"),
-        ({"public": 5}, "evaluation.prompts", 5),
+        ({"public": 5}, "evaluation.prompts", 256),
+        ({"public": 400}, "evaluation.prompts", 128),
+        ({"public": 400}, "update.subspace.rank", 16),
+        ({"public": 400}, "optimizer.name", "normalized-sgd"),
+        ({"public": 400, "learning_rate": 0.1}, "update.subspace", None),
+        ({"public": 400, "privacy_subspace": None}, "update.subspace", None),
         ({"public": 5, "eval_strategy": "steps", "eval_steps": 3}, "evaluation.every", 3),
         (
             {"public": 5, "eval_strategy": "steps", "eval_steps": 0.25, "max_steps": 10},
@@ -138,7 +141,7 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
     recipe = made(PrivateRLOOConfig, reward_clip_range=(-2.0, 2.0))
     assert (recipe.update.name, value(recipe, "update.baseline")) == ("pg", "loo")
     assert recipe.reward_range == 2.0
-    assert recipe.kl.beta == PrivateRLOOConfig(output_dir="x", privacy_epsilon=1.0).beta == 0.05
+    assert recipe.kl.beta == PrivateRLOOConfig(output_dir="x", privacy_epsilon=1.0).beta == 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,6 @@ def test_rloo_is_the_policy_gradient_with_the_other_responses_as_baseline() -> N
         ),
         ({"num_train_epochs": 0.5}, "num_train_epochs=0.5"),
         ({"privacy_participations": 0, "num_train_epochs": 2}, "privacy.participations"),
-        ({"public": 80, "privacy_subspace": {"rank": 2}}, "^privacy_subspace: .*eval_dataset"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": (3,)}, "^reward_clip_range: give two"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": 3}, "^reward_clip_range: give two"),
         ({"cls": PrivateRLOOConfig, "reward_clip_range": ("a", "b")}, "two numbers, .low, high."),
@@ -180,87 +182,33 @@ def test_a_subspace_has_its_own_prompts(public: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("users", "changes", "rounds"),
-    [
-        (50, {"num_train_epochs": 3, "per_device_train_batch_size": 64}, 21),
-        (50, {"num_train_epochs": 3, "per_device_train_batch_size": 160}, 9),
-        (50, {"num_train_epochs": 2}, 50),
-        (50, {"num_train_epochs": 3}, 48),
-        (2, {"num_train_epochs": 2, "per_device_train_batch_size": 160}, 2),
-        (50, {"per_device_train_batch_size": 64}, 7),
-        (
-            50,
-            {
-                "num_train_epochs": 3,
-                "per_device_train_batch_size": 64,
-                "privacy_partition": "poisson",
-            },
-            19,
-        ),
-    ],
+    ("users", "epochs", "partition"),
+    [(50, 3, "random-allocation"), (7, 2, "random-allocation"), (1000, 3, "poisson")],
 )
-def test_epochs_make_rounds_that_the_partition_takes(
-    users: int, changes: dict[str, Any], rounds: int
-) -> None:
-    """As many steps in each epoch as TRL has, and no more than there are users for."""
+def test_the_partition_takes_the_default_rounds(users: int, epochs: int, partition: str) -> None:
+    changes = {"num_train_epochs": epochs, "privacy_partition": partition}
     recipe = made(users=users, privacy_epsilon=math.inf, **changes)
-    assert recipe.rounds == plan_of(recipe, users).rounds == rounds
-
-
-@pytest.mark.parametrize(("users", "epochs"), [(50, 3), (100, 3), (1000, 3), (40, 7), (12, 3)])
-def test_the_number_of_rounds_that_is_suggested_is_taken(users: int, epochs: int) -> None:
-    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, num_train_epochs=epochs)
-    said = small_rounds(config, made(users=users, num_train_epochs=epochs), users)
-    assert said is not None
-    steps = int(said.rpartition("max_steps=")[2].partition(" ")[0])
-    tried = made(users=users, num_train_epochs=epochs, max_steps=steps, privacy_epsilon=math.inf)
-    assert plan_of(tried, users).rounds == steps
-
-
-@pytest.mark.parametrize(
-    ("users", "changes", "said"),
-    [
-        (1000, {}, "1000 rounds of about 1 users"),
-        (1000, {}, "max_steps=16 for about 62.5 users"),
-        (1000, {"num_train_epochs": 3}, "max_steps=15 for about 200 users"),
-        (12, {"num_train_epochs": 3, "per_device_train_batch_size": 96}, None),
-        (1000, {"max_steps": 1000}, None),
-        (1000, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 32}, None),
-        (1000, {"privacy_epsilon": math.inf}, None),
-        (20, {}, None),
-    ],
-)
-def test_rounds_of_few_users_from_trls_batch_sizes_are_said(
-    users: int, changes: dict[str, Any], said: str | None
-) -> None:
-    config = PrivateGRPOConfig(
-        **(
-            {"output_dir": "x", "privacy_epsilon": 1.0, "max_steps": -1, "num_generations": 8}
-            | changes
-        )
-    )
-    recipe = recipe_of(
-        config, model="gpt2", adapter={"type": "lora"}, rewards=[{"function": "in-memory"}],
-        users=users, public=0, processes=1,
-    )  # fmt: skip
-    found = small_rounds(config, recipe, users)
-    assert (found is None) if said is None else (found is not None and said in found)
+    assert plan_of(recipe, users).rounds == recipe.rounds
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"warmup_steps": 40}, "warmup_steps=40 is more than the 8 rounds"),
-        ({"warmup_steps": 40}, "in TRL, 8/40 of it"),
-        ({"warmup_steps": 8}, None),
-        ({"warmup_steps": 0.5}, None),
+        (
+            {"warmup_steps": 40, **_WARM, "max_steps": 8},
+            "warmup_steps=40 is more than the 8 rounds",
+        ),
+        ({"warmup_steps": 40, **_WARM, "max_steps": 8}, "in TRL, 8/40 of it"),
+        ({"warmup_steps": 8, **_WARM, "max_steps": 8}, None),
+        ({"warmup_steps": 0.5, **_WARM, "max_steps": 8}, None),
         ({}, None),
         ({"warmup_steps": 40, "lr_scheduler_type": "constant"}, None),
     ],
 )
 def test_a_warm_up_longer_than_the_run_is_said(changes: dict[str, Any], said: str | None) -> None:
-    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, max_steps=8, **changes)
-    found = long_warmup(config, made(max_steps=8, **changes))
+    changes = {"max_steps": 8, **changes}
+    config = PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0, **changes)
+    found = long_warmup(config, made(**changes))
     assert (found is None) if said is None else (found is not None and said in found)
 
 

@@ -14,7 +14,12 @@ from dprlhf.errors import DprlhfError
 DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
 """The suffixes of files of prompts."""
 
-PROMPT_COLUMNS = ("prompt", "messages")
+PROMPT_COLUMNS = {
+    "rl": ("prompt", "messages"),
+    "sft": ("prompt", "messages", "text"),
+    "reward": ("prompt",),
+    "dpo": ("prompt", "chosen"),
+}
 """The columns that are taken for the prompts' without being named, the first that is there."""
 
 
@@ -38,6 +43,15 @@ def checked(
     return callback
 
 
+def take_stage(context: typer.Context, stage: str) -> str:
+    """Check the stage of a recipe; where it has no rewards, no question is asked about them."""
+    if stage not in PROMPT_COLUMNS:
+        raise typer.BadParameter(f"{stage!r} is none of {', '.join(PROMPT_COLUMNS)}")
+    if stage != "rl":
+        context.default_map = {**(context.default_map or {}), "reward": ""}
+    return stage
+
+
 def check_model(model: str, _: Mapping[str, Any]) -> None:
     """Check that the model is named, and that a folder that is named exists.
 
@@ -56,7 +70,7 @@ def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
     from dprlhf.data.columns import person_column
 
     _check_place("prompts", prompts)
-    column_in(prompts, earlier.get("prompt_column"))
+    columns_in(prompts, earlier.get("prompt_column"), earlier["stage"])
     names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     if not earlier.get("user_column") and (name := person_column(names)):
         typer.echo(f"the column {name!r} looks like the name of a user", err=True)
@@ -70,7 +84,8 @@ def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> Non
     """
     if public_prompts:
         _check_place("public prompts", public_prompts)
-        column_in(public_prompts, earlier.get("prompt_column"), "public prompts")
+        named = earlier.get("prompt_column")
+        column_in(public_prompts, named, "public prompts", earlier["stage"])
 
 
 def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
@@ -81,7 +96,8 @@ def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
     """
     if "prompts" in earlier:
         prompts = earlier["prompts"]
-        users_in(prompts, column, column_in(prompts, earlier.get("prompt_column")))
+        named = column_in(prompts, earlier.get("prompt_column"), stage=earlier["stage"])
+        users_in(prompts, column, named)
 
 
 def check_reward(reward: str, _: Mapping[str, Any]) -> None:
@@ -124,18 +140,38 @@ def _check_place(what: str, path: str) -> None:
         raise DprlhfError(f"{what} {path!r}: there is no such file or folder")
 
 
-def column_in(prompts: str, named: str | None, what: str = "prompts") -> str:
+def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | None]:
+    """Return the columns of a file of private rows, by the key of a recipe of a stage.
+
+    Raises:
+        DprlhfError: The file cannot be read, or lacks a column.
+    """
+    found: dict[str, str | None] = {"prompt_column": column_in(prompts, named, stage=stage)}
+    names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    if stage == "sft" and names and "completion" not in names:
+        found["completion_column"] = None  # the loss is taken on whole texts
+    lacking = {"chosen", "rejected"} - {*names}
+    if stage in ("reward", "dpo") and names and lacking:
+        raise DprlhfError(
+            f"prompts {prompts!r}: there is no column {min(lacking)!r}; the columns are"
+            f" {', '.join(names)}"
+        )
+    return found
+
+
+def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str = "rl") -> str:
     """Return the column of the prompts in a file; of a folder or a hub id, the usual one.
 
     Args:
         prompts: The file.
         named: The column that was asked for; None takes the first of ``PROMPT_COLUMNS``.
         what: What the file is, for errors.
+        stage: The stage of the recipe.
 
     Raises:
         DprlhfError: The file cannot be read, or has no such column.
     """
-    wanted = (named,) if named else PROMPT_COLUMNS
+    wanted = (named,) if named else PROMPT_COLUMNS[stage]
     columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     found = next((name for name in wanted if name in columns), None)
     if columns and found is None:

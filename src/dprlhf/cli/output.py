@@ -77,6 +77,18 @@ def show_stage(result: Any) -> None:
     typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
 
 
+_LEGEND = """
+kappa         noise over signal of the whole run, by the privacy terms alone: lower is better
+signal/noise  summed signal over summed noise of the whole run: higher is better"""
+"""What the columns of both tables mean; docs/planning.md has the formulas."""
+
+_OF_CHOICES = """
+cosine        expected cosine between a step and the users' mean gradient
+rise          predicted rise of the mean reward
+above         s: norm of the users' mean gradient over the clip norm; p: released coordinates;
+              alignment: cosine between the mean of clipped gradients and the mean gradient"""
+
+
 def plan_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a text table with a header."""
     header = (
@@ -89,7 +101,7 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
         f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
         for row in rows
     ]
-    return "\n".join([header, *lines])
+    return "\n".join([header, *lines, _LEGEND])
 
 
 def choices_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -112,7 +124,7 @@ def choices_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
             f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
         )
-    return "\n".join([header, *lines])
+    return "\n".join([header, *lines, _LEGEND + _OF_CHOICES])
 
 
 def flat(text: Any) -> str:

@@ -16,6 +16,8 @@ from dprlhf.cli.answers import (
     check_user_column,
     checked,
     column_in,
+    columns_in,
+    take_stage,
     users_in,
 )
 from dprlhf.errors import DprlhfError
@@ -32,6 +34,15 @@ PromptColumn = Annotated[
     typer.Option(
         help="Column of the prompts; without it prompt, else messages.",
         is_eager=True,  # the checks of the answers ask for it
+    ),
+]
+
+StageName = Annotated[
+    str,
+    typer.Option(
+        help="What the recipe is for: rl (dprlhf train), sft, reward or dpo.",
+        callback=take_stage,
+        is_eager=True,  # it decides which questions are asked
     ),
 ]
 
@@ -75,28 +86,32 @@ def init(
         "recipe.yaml"
     ),
     prompt_column: PromptColumn = None,
+    stage: StageName = "rl",
 ) -> None:
-    """Ask six questions and write a commented recipe. An option answers its question."""
-    from dprlhf.cli.init import new_recipe, target_of
+    """Ask six questions and write a short recipe. An option answers its question."""
+    from dprlhf.cli.init import new_recipe
     from dprlhf.runs.folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
-    column = column_in(prompts, prompt_column)
+    columns = columns_in(prompts, prompt_column, stage)
+    column = str(columns["prompt_column"])
     column_in(public_prompts, column, "public prompts")  # where it is read by the same name
     text = new_recipe(
+        stage=stage,
         model=model,
         prompts=prompts,
         user_column=user_column,
         reward=reward,
         public_prompts=public_prompts,
         epsilon=float(epsilon),
-        target=target_of(model),
         users=users_in(prompts, user_column, column),
-        prompt_column=column,
+        public=users_in(public_prompts, "", column),
+        columns=columns,
     )
     write_atomically(out, text)
-    typer.echo(f"{out}; look at it, then: dprlhf train {out} --dry-run")
+    command = "train" if stage == "rl" else stage
+    typer.echo(f"{out}; look at it, then: dprlhf {command} {out} --dry-run")
 
 
 def reward_check(

@@ -132,8 +132,17 @@ def recipe_of(
     overrides: Sequence[str],
     flat: dict[str, Any],
     sources: InMemoryInputs,
+    complete: Callable[[dict[str, Any], Recipe], dict[str, Any]] | None = None,
 ) -> Recipe:
     """Build the recipe from the arguments of :func:`dprlhf.train`.
+
+    Args:
+        recipe: A recipe or its file; None for one from ``flat``.
+        overrides: Changes to the file.
+        flat: Settings by name.
+        sources: Objects in memory that replace what the recipe names.
+        complete: Adds the defaults that follow from the rows to settings, of which it also gets a
+            recipe with any number of rounds. None adds nothing.
 
     Raises:
         DprlhfError: An argument would have no effect, or a setting is wrong.
@@ -167,6 +176,8 @@ def recipe_of(
         _take_place(_section(_section(values, "evaluation"), "data"), "evaluation.data")
     if sources.agent_settings:
         _section(_section(values, "rollout"), "agent").update(sources.agent_settings)
+    if complete is not None:
+        values = complete(values, make_recipe({"rounds": 1, **values}, source="train"))
     return make_recipe(values, source="train")
 
 
@@ -310,6 +321,8 @@ def from_memory(
         agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
+    if "max_prompt_tokens" not in recipe.data.model_fields_set:
+        del values["data"]["max_prompt_tokens"]  # it is settled by the public rows or the model
     if evaluation:
         values["evaluation"] = {**(values["evaluation"] or {}), "data": {"path": IN_MEMORY}}
     if data:

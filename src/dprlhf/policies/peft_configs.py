@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -24,17 +25,16 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
     """Return the section ``policy.adapter`` that stands for a PEFT config.
 
     Args:
-        peft_config: A config of PEFT; None for full fine-tuning, as in TRL.
+        peft_config: A config of PEFT; or the section itself, such as ``{"type": "full"}`` for all
+            weights.
         freeze_a: Train B of a LoRA alone, with A frozen at its random start (FFA-LoRA, arXiv
             2403.12313).
 
     Raises:
         DprlhfError: It is no such config, or has no A to freeze.
     """
-    if peft_config is None:
-        if freeze_a:
-            raise DprlhfError("peft_config: a LoRA whose A is frozen needs a LoraConfig")
-        return {"type": "full"}
+    if isinstance(peft_config, Mapping):
+        return dict(peft_config)
     name = type(peft_config).__name__
     if not hasattr(peft_config, "peft_type"):
         raise DprlhfError(f"peft_config: give a PEFT config such as LoraConfig, not a {name}")

@@ -64,6 +64,11 @@ def experimental(settings: Settings, prefix: str = "") -> Iterator[str]:
             yield from experimental(value, f"{prefix}{name}.")
 
 
+def default_of(section: type[BaseModel], name: str) -> Any:
+    """Return the default of a setting, the one value that all of dprlhf takes without another."""
+    return section.model_fields[name].default
+
+
 def _is_a_number(annotation: Any) -> bool:
     """Return whether a field takes an int or a float, perhaps among other types."""
     return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))

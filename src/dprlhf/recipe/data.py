@@ -41,7 +41,7 @@ class Data(Settings):
     split: str = "train"
     prompt_column: str = "prompt"
     user_column: str | None = None
-    max_prompts_per_user: PositiveInt = 1
+    max_prompts_per_user: PositiveInt = 4
     prompts_per_round: PositiveInt | None = None
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
@@ -56,14 +56,15 @@ class Data(Settings):
     @property
     def prompts_in_round(self) -> int:
         """The most prompts of a user in a round."""
-        most = self.max_prompts_per_user
+        most = 1 if self.user_column is None else self.max_prompts_per_user
         return most if self.prompts_per_round is None else min(most, self.prompts_per_round)
 
     @property
     def kept(self) -> str:
         """What is used of each user and row, in words for the operator."""
         most, after = self.max_prompts_per_user, getattr(self, "max_completion_tokens", None)
-        return f"at most {most} a user; a prompt keeps its last {self.max_prompt_tokens} tokens" + (
+        rows = "one a user" if self.user_column is None else f"at most {most} a user"
+        return f"{rows}; a prompt keeps its last {self.max_prompt_tokens} tokens" + (
             f", a completion its first {after}" if after else ""
         )
 
@@ -129,7 +130,8 @@ class Preferences(Data):
     @property
     def kept(self) -> str:
         """What is used of each user and row, in words for the operator."""
-        return f"at most {self.max_prompts_per_user} a user; a text keeps {self.max_tokens} tokens"
+        rows = "one" if self.user_column is None else f"at most {self.max_prompts_per_user}"
+        return f"{rows} a user; a text keeps {self.max_tokens} tokens"
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ class Policy(Settings):
 
     model_name_or_path: str
     revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_implementation: Literal["sdpa", "eager"] | None = None
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}

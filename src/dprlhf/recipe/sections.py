@@ -107,8 +107,8 @@ class Rollout(Settings):
     """
 
     base_policy: Literal["on-policy", "reference"] = "on-policy"
-    responses: int = 2
-    max_new_tokens: PositiveInt = 16
+    responses: int = 4
+    max_new_tokens: PositiveInt = 32
     temperature: PositiveFloat = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -218,16 +218,16 @@ class Optimizer(Settings):
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
-        betas: Decay rates (β₁, β₂) of Adam's moments.
+        betas: Decay rates (β₁, β₂) of Adam's moments; a slow β₂ learns little in few rounds.
         eps: Adam's ε, which keeps the denominator away from 0.
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat = 0.02
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.9)
     eps: PositiveFloat = 1e-8
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -128,7 +128,8 @@ class StageRecipe(Settings):
             section: Any = self
             for part in sections:
                 section = getattr(section, part, None)  # there may be no evaluation
-            if section is not None and changed(section, name):
+            as_is = name == "dtype" and section is not None and section.dtype == "float32"
+            if section is not None and changed(section, name) and not as_is:
                 raise ValueError(f"{key}: {instead}")
         return self
 

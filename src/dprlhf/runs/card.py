@@ -54,7 +54,7 @@ def privacy_card(
         if recipe.data.user_column
         else "one row of the prompt dataset"
     )
-    most = recipe.data.max_prompts_per_user
+    most = recipe.data.max_prompts_per_user if recipe.data.user_column else 1
     card = {
         "private": plan.private,
         "dataset": _dataset(recipe),

@@ -18,7 +18,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import charged_rounds
 from dprlhf.recipe import load_any_recipe
 from dprlhf.runs.folder import RunFolder
-from dprlhf.runs.model_card import guarantee_sentence
+from dprlhf.runs.model_card import guarantee_sentence, in_plain_words
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class PublishedRun:
 
     Attributes:
         name: Name of the run's folder.
+        model: The model that was trained, as the recipe names it.
         card: Content of ``privacy.json``; empty where it cannot be read.
         recipe: Text of ``recipe.yaml``.
         metrics: Readable lines of ``metrics.jsonl``, in the order of rounds.
@@ -57,6 +58,7 @@ class PublishedRun:
     """
 
     name: str
+    model: str = ""
     card: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -81,6 +83,20 @@ class PublishedRun:
             return guarantee_sentence(self.card)
         except _OF_ANOTHER_SHAPE:
             return "Unknown: privacy.json is missing or damaged."
+
+    @property
+    def in_plain_words(self) -> str:
+        """What the guarantee leaves to a guess about one user."""
+        try:
+            return in_plain_words(self.card)
+        except _OF_ANOTHER_SHAPE:
+            return "nothing can be said."
+
+    @property
+    def title(self) -> str:
+        """The model, the data and the day on which the run began."""
+        known = (self.model, self.card.get("dataset"), self.card.get("date"))
+        return ", ".join(str(part) for part in known if part) or self.name
 
     @property
     def before(self) -> tuple[float, float] | None:
@@ -114,7 +130,7 @@ def read_run(path: Path) -> PublishedRun:
         folder.require()  # raises: the recipe is missing, too
     run = PublishedRun(path.resolve().name)
     read = _attempt(run, folder.recipe, _recipe_text, _Recipe())
-    run.recipe, run.public_losses = read.text, read.public_losses
+    run.recipe, run.public_losses, run.model = read
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
     run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)
@@ -156,13 +172,14 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
 class _Recipe(NamedTuple):
     text: str = ""
     public_losses: tuple[str, ...] = ()
+    model: str = ""
 
 
 def _recipe_text(file: Path) -> _Recipe:
-    """Return the recipe's text, and the names of its stage's metrics on public rows."""
+    """Return the recipe's text, the names of its stage's metrics on public rows, and its model."""
     text = file.read_text("utf-8")
     recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
-    return _Recipe(text, recipe.public_losses)
+    return _Recipe(text, recipe.public_losses, recipe.trained.model_name_or_path)
 
 
 def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:

@@ -25,6 +25,8 @@ from dprlhf.runs.published_run import PublishedRun, finite_number, read_run
 _Z95 = 1.96
 """Half-width of a 95% confidence band, in standard errors."""
 _SHOWN_SAMPLES = 8
+_FIRST = 3
+"""Figures of a run that are shown without being asked for."""
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -58,6 +60,7 @@ def render(runs: Sequence[PublishedRun], together: str = "") -> str:
     comparison = Figure("Reward on public prompts", "", "reward", compared)
     html: str = _template().render(
         runs=runs,
+        first=_FIRST,
         figures=lambda run: _figures(run, alone=len(compared) < 2),
         phases=_phases,
         together=together,
@@ -157,6 +160,7 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
     )
     return [
         *([public] if alone else []),  # else the comparison has drawn it
+        *_budget_figures(run, column),
         Figure(
             "Reward on private prompts, noised",
             "Released with each round's gradient, inside the same noise. The band is 95% of the"
@@ -169,7 +173,6 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
                 )
             ],
         ),
-        *_budget_figures(run, column),
         Figure(
             "Users with valid rewards, noised",
             "Share of the expected users of a round whose rewards were all valid, as released. How"
@@ -183,20 +186,11 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
 
 
 def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figure]:
-    epsilon = finite_number(run.card.get("epsilon"))
-    charged = map(float, run.charged if epsilon is not None else [])
-    spent: list[tuple[float, float, float | None]] = [(t, epsilon or 0.0, None) for t in charged]
+    risk = run.card.get("risk")
+    best = finite_number(risk.get("best_guess")) if isinstance(risk, dict) else None
     return [
         Figure(
-            "ε spent",
-            "The stated ε covers all rounds together, whichever were run. It is an upper bound, and"
-            " it is owed from the first charged round on: a run that stops early has no smaller"
-            " one.",
-            "ε",
-            [Series("ε (upper bound)", [(0.0, 0.0, None), *spent] if spent else [])],
-        ),
-        Figure(
-            "Noise against signal",
+            "What privacy cost: noise against signal",
             "Norm of the released mean gradient, and the norm that its noise alone would have."
             " Where the two are alike, a single round shows mostly noise; the optimizer averages"
             " over rounds.",
@@ -205,6 +199,19 @@ def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figur
                 Series("released gradient", column("released_gradient_norm")),
                 Series("expected noise", column("expected_noise_norm")),
             ],
+        ),
+        Figure(
+            "What a guess can gain",
+            "Chance of guessing right whether one user took part, for somebody who knows everything"
+            " else: at most this from what the run published, after round 0 as after the last. The"
+            " whole ε is owed from the first charged round on.",
+            "chance",
+            [
+                Series("by tossing a coin", [(0.0, 0.5, None)]),
+                Series("from what was published", [(float(run.rounds), best, None)]),
+            ]
+            if best is not None
+            else [],
         ),
     ]
 

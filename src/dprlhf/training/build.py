@@ -111,7 +111,7 @@ def load_parts(
         from dprlhf.runs.trackers import check_installed
 
         check_installed(recipe.tracking.report_to)
-    recipe = processes.on_main(lambda: resolve_dtype(recipe))
+    recipe = processes.on_main(lambda: resolve_dtype(recipe, sources))
     module, _, name = STAGES[recipe.stage].partition(".")
     make = getattr(importlib.import_module(f"dprlhf.training.{module}"), name)
     stage: Stage = make(recipe, sources)
@@ -136,7 +136,7 @@ def load_parts(
     plan = plan_of_run(recipe, users, opened, sources)
     if counted:  # before the model is loaded, which may take long
         processes.on_main(lambda: reserve(recipe, plan, users, earlier, folder, commit=False))
-    policy = stage.load_policy()
+    policy = stage.load_policy(public)
     # Before the checks, which leave in it what public prompts lead to.
     policy.encode([""], 1)  # a fast tokenizer holds the padding of its last call
     policy.set_up.keep(policy, "tokenizer")

@@ -6,8 +6,6 @@ every few rounds. Nothing private is read: the policy is made of releases.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 
@@ -23,7 +21,6 @@ from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample
 from dprlhf.training.run import Batch, Run
-from dprlhf.training.timing import phases
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
 # The draws on public prompts need no secrecy, and a resumed run repeats them.
@@ -37,10 +34,6 @@ class Guidance:
         settings: The recipe's ``update.subspace``.
         guides: The public prompts.
         seed: The recipe's seed.
-
-    Attributes:
-        seconds: Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one
-            backward pass), as the last subspace took; empty before the first.
     """
 
     def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
@@ -48,7 +41,6 @@ class Guidance:
         self._guides = guides
         self._seed = seed
         self._subspace: Subspace | None = None
-        self.seconds: dict[str, float] = {}
 
     def check(self, dimension: int) -> None:
         """Check that there are enough public prompts, and fewer directions than dimensions.
@@ -100,7 +92,7 @@ class Guidance:
                 return self._subspace  # where all scores are alike there is nothing to be learned
             cut = settings.rollout.mask_truncated
             raise DprlhfError(
-                "update.subspace: no public prompt has a gradient: "
+                "update.subspace (null leaves it out): no public prompt has a gradient: "
                 + ("its responses do not end (rollout.mask_truncated), " if cut else "")
                 + "the rewards score all responses to it alike, or fail on it; do its rows have the"
                 " columns that they name?"
@@ -118,7 +110,7 @@ class Guidance:
     def _gradients(
         self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what each of these prompts would contribute; note how long its phases took.
+        """Return what each of these prompts would contribute.
 
         The second is the gradient of its responses' log-likelihood, with ``keep_perplexity``.
         """
@@ -129,12 +121,8 @@ class Guidance:
             self._part(run, batch, prompts.take(places), scorer, keeps)
             for places in np.array_split(np.arange(len(prompts)), count)
         ]
-        if len(prompts):
-            clock = np.sum([np.subtract(times, times[0]) for times, _, _ in found], axis=0)
-            self.seconds = phases(clock.tolist(), len(prompts) * settings.rollout.responses)
-            self.seconds["update"] /= settings.update.passes  # as of the rows that are timed before
-        likelihoods = [likelihood for _, _, likelihood in found if likelihood is not None]
-        gradients = torch.cat([gradients for _, gradients, _ in found])
+        likelihoods = [likelihood for _, likelihood in found if likelihood is not None]
+        gradients = torch.cat([gradients for gradients, _ in found])
         return gradients, torch.cat(likelihoods) if likelihoods else None
 
     def _part(
@@ -144,14 +132,13 @@ class Guidance:
         prompts: Prompts,
         scorer: Scorer,
         keeps: bool,
-    ) -> tuple[list[float], torch.Tensor, torch.Tensor | None]:
-        """Return the times between the phases, and what :meth:`_gradients` does, of a part."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what :meth:`_gradients` does, of a part."""
         settings = run.recipe
         assert isinstance(settings, Recipe)
         rollout = settings.rollout
         if rollout.base_policy == "on-policy":
             rollout = public_sampling_settings(rollout, len(prompts), rollout.responses)
-        clock = [time.perf_counter()]
         responses = sample(
             run.policy,
             prompts,
@@ -161,9 +148,7 @@ class Guidance:
             max_prompt_tokens=settings.data.max_prompt_tokens,
             keep="gradients" if keeps else None,
         )
-        clock.append(time.perf_counter())
         scores = score_responses(scorer, responses)
-        clock.append(time.perf_counter())
         gradients = public_gradients(
             run.policy,
             responses,
@@ -175,14 +160,13 @@ class Guidance:
             t=batch.t,
             tick=batch.tick,
         )
-        clock.append(time.perf_counter())
         if not self._settings.keep_perplexity:
-            return clock, gradients, None
+            return gradients, None
         size, optimizer = settings.update.batch_size, run.optimizer
         likelihood = likelihood_gradients(
             run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
         )
-        return clock, gradients, likelihood
+        return gradients, likelihood
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, all of them public or released."""

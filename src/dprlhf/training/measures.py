@@ -48,6 +48,53 @@ class PolicyEstimate(RewardEstimate):
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
 
+def drift_warnings(
+    rounds: Sequence[Mapping[str, Any]],
+    reward_range: float,
+    before: PolicyEstimate | None,
+    after: PolicyEstimate | None,
+) -> list[str]:
+    """Return what the RELEASED and public values of a run say against its result.
+
+    Args:
+        rounds: The lines of ``metrics.jsonl``.
+        reward_range: R, to which rewards are clipped.
+        before: The base model on public prompts; None without them.
+        after: The tuned policy on the same.
+    """
+    found = []
+    released = sum(line["released_gradient_norm"] ** 2 for line in rounds)
+    noise = sum(line["expected_noise_norm"] ** 2 for line in rounds)
+    if noise and released < 1.1 * noise:
+        found.append(
+            "the released gradients of all rounds together are about as long as noise alone: what"
+            " was learned is mostly noise; take more users, fewer dimensions or a larger epsilon"
+        )
+    means = [
+        (line["private_reward_noised"], line["private_reward_noise_std"])
+        for line in rounds
+        if line.get("private_reward_noised") is not None
+    ]
+    public = after.mean if after is not None else 0.0
+    last, error = means[-1] if means else (0.0, 0.0)
+    if abs(public) > 0.9 * reward_range or abs(last) - 2 * error > 0.9 * reward_range:
+        found.append(
+            f"the mean reward is close to the range of {reward_range:g} to which rewards are"
+            " clipped, where they differ no more: raise reward_range, or scale the reward"
+        )
+    if before is None or after is None:
+        return found
+    moved = after.measures.get("kl_per_token")
+    texts = before.measures.get("perplexity"), after.measures.get("perplexity")
+    far = moved is not None and moved.mean > 1
+    if far or (texts[0] and texts[1] and texts[1].mean > 2 * texts[0].mean):
+        found.append(
+            "the policy is far from the base model (KL divergence above 1 nat a token, or twice the"
+            " perplexity): read its texts; a penalty keeps it closer (kl.beta), or shorter steps"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class WinRate:
     """Share of public prompts whose response scores higher than the base model's; ties count half.

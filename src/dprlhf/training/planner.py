@@ -143,7 +143,8 @@ def measure(
 
     Raises:
         DprlhfError: The run itself would fail for the same reason, the recipe has no public
-            prompts, some of those that are taken are users', or it is a non-private baseline.
+            prompts, some of those that are taken are users', no signal can be measured on them, or
+            it is a non-private baseline.
     """
     if recipe.privacy.epsilon is None or recipe.privacy.baseline:
         raise DprlhfError(
@@ -163,6 +164,11 @@ def measure(
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
     probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
+    if not any(signal.norm > 0 for signal in probe.signals.values()):
+        raise DprlhfError(
+            f"plan: no signal could be measured on {probe.prompts} public prompts, whose gradients"
+            " agree no more than by chance: give more of them, or compare settings by dprlhf tune"
+        )
     for _ in range(2):  # the first pass warms up
         phases = seconds_a_response(parts.policy, stage.scorer, rows, settled, keeps=stage.keeps)
     signal = probe.signals[counts[-1]]

@@ -2,15 +2,18 @@
 
 A terminal shows the operator, who holds the data, progress in steps of ten percent. Any other
 output (a job's log, a notebook's file) outlives the run and is passed on, and whatever collects it
-stamps each line with the time. It gets no line from the first private round to the end of the last:
-not even those of public work in between, which would show when the round before them ended.
+stamps each line with the time. From the first private round to the end of the last it gets no line
+of any work, not even of public work in between, which would show when the round before it ended:
+only lines that come by the clock, at times that are fixed beforehand.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +22,14 @@ from tqdm.auto import tqdm
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.rewards.isolation import captured
+from dprlhf.training.timing import in_words
 
 # No count, no rate, no clock: the duration of a round reveals its number of users.
 _SHARE_ONLY = "{desc}{percentage:3.0f}%|{bar}|"
 _ROUNDS = "{desc}: {n_fmt}/{total_fmt}|{bar}|{postfix}"
+_EVERY = 600.0
+"""Seconds between two lines in a log."""
+
 _STEP = 10
 """Percent; finer steps would show a micro-batch's share of the round, hence the round's size."""
 
@@ -68,16 +75,22 @@ class RoundBar:
 
 
 class Progress:
-    """All progress bars of a run; silent on processes other than the main one."""
+    """All progress bars of a run; silent on processes other than the main one.
+
+    Attributes:
+        bars: Whether a terminal is shown bars.
+    """
 
     def __init__(self, rows_a_user: int, *, disable: bool = False) -> None:
         self._rows_a_user = rows_a_user
         self._seconds_a_round: float | None = None
         self._disable = disable
+        self.bars = not disable
         self._rounds: Any = None
         self._running = False
         self._shown: dict[str, str] = {}
         self._held: list[str] = []
+        self._ended = threading.Event()
 
     def expect(self, seconds_a_round: float) -> None:
         """Show the remaining time, estimated on PUBLIC rows: a private round's time is private.
@@ -99,16 +112,18 @@ class Progress:
         )
         if self._hidden and not self._disable and done < rounds:
             print(
-                f"dprlhf: rounds {done + 1} to {rounds}; the next line comes when they have ended,"
-                " since the time of a round would tell how many users it had",
+                f"dprlhf: rounds {done + 1} to {rounds}; until they have ended lines come by the"
+                " clock alone, since the time of a round would tell how many users it had",
                 file=sys.stderr,
                 flush=True,
             )
+            left = self._seconds_a_round and (rounds - done) * self._seconds_a_round
+            threading.Thread(target=_tell_the_time, args=(self._ended, left), daemon=True).start()
 
     @property
     def _hidden(self) -> bool:
-        """Whether nothing may be shown now: between the first round and the last, in a log."""
-        return self._disable or (self._running and not sys.stderr.isatty())
+        """Whether no bar may be shown: a log gets none, and nothing between the rounds."""
+        return not self.bars or not sys.stderr.isatty()
 
     @contextlib.contextmanager
     def round(self, t: int) -> Iterator[RoundBar]:
@@ -176,7 +191,28 @@ class Progress:
 
     def close(self) -> None:
         """Close all bars; the rounds have ended, and public work is shown again."""
+        self._ended.set()
         if self._rounds is not None:
             self._rounds.close()
         self._running = False
         self._show_held()
+
+
+def _tell_the_time(ended: threading.Event, expected: float | None) -> None:
+    """Write a line to the process's stderr every ten minutes: elapsed and PUBLIC expected time.
+
+    It knows nothing else of the run. The descriptor is its own: what user code prints meanwhile is
+    captured by exchanging descriptor 2, and a line that was lost to it would tell of a reward call.
+    """
+    try:
+        own = os.dup(2)
+    except OSError:  # a daemon may have closed it
+        return
+    of = f" of about {in_words(expected)}, by public rows" if expected is not None else ""
+    passed = 0.0
+    start = time.monotonic()
+    while not ended.wait(start + passed + _EVERY - time.monotonic()):
+        passed += _EVERY
+        with contextlib.suppress(OSError):
+            os.write(own, f"dprlhf: {in_words(passed)}{of}\n".encode())
+    os.close(own)

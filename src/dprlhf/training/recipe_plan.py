@@ -6,19 +6,29 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
+
 from dprlhf.data.in_memory import InMemoryInputs, R
 from dprlhf.data.users import Users
 from dprlhf.hardware import native_dtype
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.privacy.relations import Adjacency
-from dprlhf.recipe import AnyRecipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe
 
 
-def resolve_dtype(recipe: R) -> R:
-    """Settle the machine's dtype, so that a resumed run computes as it did before."""
+def resolve_dtype(recipe: R, sources: InMemoryInputs) -> R:
+    """Settle the dtype, so that a resumed run computes as it did before.
+
+    It is the machine's choice; of a model that was given in Python, that of its weights.
+    """
     if recipe.trained.dtype != "auto":
         return recipe
     dtype = str(native_dtype()).removeprefix("torch.")
+    if recipe.classifier:
+        dtype = "float32"
+    elif recipe.trained.model_name_or_path == IN_MEMORY and sources.policy is not None:
+        own = sources.policy.network.get_input_embeddings().weight.dtype
+        dtype = "bfloat16" if own == torch.bfloat16 else "float32"
     trained = recipe.trained.model_copy(update={"dtype": dtype})
     return cast(R, recipe.model_copy(update={"policy": trained}))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,13 @@ from dprlhf.training.evaluation_files import figures, first_samples, samples
 from dprlhf.training.example_tokens import check_template
 from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
-from dprlhf.training.measures import Comparison, PolicyEstimate, RewardEstimate, as_metrics
+from dprlhf.training.measures import (
+    Comparison,
+    PolicyEstimate,
+    RewardEstimate,
+    as_metrics,
+    drift_warnings,
+)
 from dprlhf.training.policy_setup import (
     load_policy_of,
     start_adapter,
@@ -163,14 +170,14 @@ class Reinforcement:
         """The parts of this stage that a checkpoint keeps, by the name of the file."""
         return {} if self.guidance is None else {"subspace": self.guidance}
 
-    def load_policy(self) -> CausalLMPolicy:
+    def load_policy(self, public: Users | None) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
         policy: CausalLMPolicy
         if self._sources.policy is None:
             policy = load_policy_of(self.recipe)
         else:
             policy = with_sampling(self._sources.policy, self.recipe)
-        self.recipe = with_prompt_width(self.recipe, policy)
+        self.recipe = with_prompt_width(self.recipe, policy, public)
         policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
         if spec is not None:
             from dprlhf.agents import load_sampler
@@ -340,7 +347,6 @@ class Reinforcement:
         if self.guidance is not None:
             with run.progress.unlogged():
                 subspace = self.guidance.subspace(run, batch, self.scorer)
-            self._expect(run, self.guidance.seconds)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
@@ -455,20 +461,11 @@ class Reinforcement:
         return found
 
     def seconds_a_round(self, run: Run) -> float | None:
-        """Time a response's phases on public prompts; None if fitting a subspace will time them."""
-        if self.public is None or self.guidance is not None:
-            return None
+        """Time a response's phases on public prompts, or without them on neutral ones."""
         self.timing = seconds_a_response(
-            run.policy, self.scorer, self.public, self.recipe, keeps=self.keeps
+            run.policy, self.scorer, self.known, self.recipe, keeps=self.keeps
         )
         return seconds_a_round(self.recipe, run.plan, self.timing)
-
-    def _expect(self, run: Run, seconds: dict[str, float]) -> None:
-        """Estimate the remaining time from the phases of the first subspace's public prompts."""
-        if seconds and not self.timing:
-            self.timing = seconds
-            of_round = seconds_a_round(self.recipe, run.plan, seconds)
-            run.progress.expect(of_round / run.processes.count)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public prompts after round t, and keep a few of the responses."""
@@ -481,7 +478,14 @@ class Reinforcement:
         return {**as_metrics(public.estimates), **against_base}
 
     def write(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> None:
-        """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts."""
+        """Write ``samples.json``, ``evaluation.json`` and ``timing.json``, from public prompts.
+
+        Also say what released and public values show against the result.
+        """
+        estimates = [one.estimate if one is not None else None for one in (before, after)]
+        lines = list(JsonLines(run.folder.metrics).read())
+        for warning in drift_warnings(lines, self.recipe.reward_range, *estimates):
+            print(f"dprlhf: warning: {warning}", file=sys.stderr)
         if before is not None and after is not None:
             write_json(run.folder.evaluation, figures(before, after))
             write_json(run.folder.samples, samples(before, after))

@@ -169,6 +169,14 @@ def record_secret(
         "seconds": seconds,
     }
     append_secret(run.folder.secret / name, json.dumps(values) + "\n")
+    where = f"round {t}"
+    if run.processes.count > 1:
+        where += f", process {run.processes.accelerator.process_index}"
+    failed = sum((values.get("reward_failures") or {}).values())
+    run.folder.tell_operator(
+        f"{where}: {values['users']} users, {values['users_not_readable'] or 0} of them unreadable,"
+        f" {failed} rewards failed"
+    )
     problem = values.get("reward_problem")
     if problem and not run.told_operator:
         run.told_operator = True

@@ -192,8 +192,11 @@ class Stage(Protocol):
     def warnings(self) -> list[str]:
         """Sentences that the operator should read before the first round."""
 
-    def load_policy(self) -> CausalLMPolicy:
+    def load_policy(self, public: Users | None) -> CausalLMPolicy:
         """Load the model that is trained.
+
+        Args:
+            public: The rows of the evaluation; None without any.
 
         Raises:
             DprlhfError: It cannot be loaded, or the recipe's rows do not fit into its context.

@@ -149,7 +149,7 @@ class Supervised:
 
     # --- before the run ---------------------------------------------------------------------
 
-    def load_policy(self) -> CausalLMPolicy:
+    def load_policy(self, public: Users | None) -> CausalLMPolicy:
         """Load the model, and check that a row fits into its context."""
         policy = self._load()
         policy.check_context_length(

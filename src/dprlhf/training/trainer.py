@@ -143,6 +143,7 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         card: The run's privacy card.
     """
     plan, trained = run.plan, run.recipe.trained
+    rollout = run.recipe.rollout if isinstance(run.recipe, Recipe) else None
     whole = card.get("total", card)
     promise = "none: no noise is added (a baseline)"
     if plan.private:
@@ -151,13 +152,17 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
     if seconds is None:
         time = "unknown without public rows (evaluation)"
     else:
-        time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by public rows"
+        rows = "public rows" if run.public is not None else "stand-in rows, which may be shorter"
+        time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by {rows}"
     return [
         f"privacy   {promise}; {card['unit']}",
-        f"users     {plan.users:,}, in {plan.rounds} rounds of {plan.expected_batch_size:.1f}"
-        f" expected users; each takes part {plan.participations} time(s)",
+        f"users     {plan.users:,}, in {plan.rounds} rounds; each takes part"
+        f" {plan.participations} time(s)",
+        f"a step    is a round: about {plan.expected_batch_size:.3g} users with at most"
+        f" {run.recipe.data.prompts_in_round} prompt(s) each"
+        + (f", {rollout.responses} responses to a prompt" if rollout is not None else ""),
         f"rows      {run.recipe.data.kept}"
-        + (", and that is what rewards see" if isinstance(run.recipe, Recipe) else ""),
+        + (", and that is what rewards see" if rollout is not None else ""),
         f"machine   {run.processes.count} process(es), {run.policy.device}, {trained.dtype};"
         f" {run.policy.dimension:,} trained parameters of {trained.model_name_or_path}",
         f"time      {time}",

@@ -15,10 +15,15 @@ from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_
 import trl
 
 from dprlhf.errors import DprlhfError
+from dprlhf.recipe import KL, PG, Data, Optimizer, Privacy, Recipe, Rollout
+from dprlhf.recipe.base import default_of
 from dprlhf.recipe.trl_names import update_settings
 from dprlhf.trl.fields import GRPO, RLOO, Field
 
 C = TypeVar("C", bound="PrivacyFields")
+
+AUTO = "auto"
+"""The value of ``privacy_subspace`` that leaves it to the public rows."""
 
 _MAPPINGS = ("privacy_subspace",)
 """Settings of here that are mappings, which transformers reads as JSON from a command line."""
@@ -39,7 +44,8 @@ class PrivacyFields:
         privacy_max_prompts_per_user: Number of prompts that a user keeps.
         privacy_max_prompt_tokens: Longer prompts keep their last tokens. A prompt is padded to a
             width that its own length decides, a multiple of 16 but no more than this. None takes
-            512, or what ``max_completion_length`` leaves of the model's context if that is less.
+            the length of the rows of ``eval_dataset``, or 512 without them, and never more than
+            ``max_completion_length`` leaves of the model's context.
         privacy_adjacency: How neighbouring datasets differ: ``zero-out`` or ``replace-one``.
         privacy_partition: How users are assigned to rounds.
         privacy_participations: Number of rounds that a user takes part in; None takes
@@ -52,8 +58,8 @@ class PrivacyFields:
         privacy_declared_public: Declares that the prompts of the trainer's ``eval_dataset`` were
             public before, even where a user has the same text.
         privacy_subspace: Settings of ``update.subspace``: directions from public prompts, along
-            which gradients are released. It needs prompts of its own, in its ``data``, or written
-            by the base model with ``source: model``, since all of ``eval_dataset`` is evaluated.
+            which gradients are released; ``auto`` takes those rows of ``eval_dataset`` that the run
+            does not evaluate, if there are enough and no step rule is given; None has no subspace.
         privacy_previous: Folders of earlier runs on the same users, whose cost counts.
         privacy_book: Budget book that counts what the users spend over all runs.
     """
@@ -67,7 +73,8 @@ class PrivacyFields:
         default=None, metadata={"help": "Column that names the user; rows are users without it."}
     )
     privacy_max_prompts_per_user: int = field(
-        default=1, metadata={"help": "Number of prompts that a user keeps."}
+        default=default_of(Data, "max_prompts_per_user"),
+        metadata={"help": "Number of prompts that a user keeps."},
     )
     privacy_max_prompt_tokens: int | None = field(
         default=None, metadata={"help": "Longest prompt; longer ones keep their last tokens."}
@@ -85,7 +92,8 @@ class PrivacyFields:
         default=1.0, metadata={"help": "Bound on the norm of one user's gradient."}
     )
     privacy_reward_range: float = field(
-        default=10.0, metadata={"help": "The rewards' sum is clipped to ± this number."}
+        default=default_of(Recipe, "reward_range"),
+        metadata={"help": "The rewards' sum is clipped to ± this number."},
     )
     privacy_lora_fa: bool = field(
         default=False, metadata={"help": "Train B of a LoRA alone, with A frozen."}
@@ -94,12 +102,40 @@ class PrivacyFields:
         default=False, metadata={"help": "The evaluation prompts were public before."}
     )
     privacy_subspace: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Settings of update.subspace, on a command line as JSON."}
+        default=AUTO, metadata={"help": "Settings of update.subspace, on a command line as JSON."}
     )
     privacy_previous: list[str] = field(
         default_factory=list, metadata={"help": "Earlier runs on the same users."}
     )
     privacy_book: str | None = field(default=None, metadata={"help": "Budget book."})
+
+    # TRL's settings whose defaults are the recipe's here.
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Step size; None takes the recipe's default."}
+    )
+    adam_beta1: float = field(default=default_of(Optimizer, "betas")[0], metadata={"help": "β₁."})
+    adam_beta2: float = field(default=default_of(Optimizer, "betas")[1], metadata={"help": "β₂."})
+    lr_scheduler_type: str = field(
+        default=default_of(Optimizer, "schedule"), metadata={"help": "constant, linear or cosine."}
+    )
+    num_generations: int = field(
+        default=default_of(Rollout, "responses"), metadata={"help": "Responses to a prompt."}
+    )
+    max_completion_length: int = field(
+        default=default_of(Rollout, "max_new_tokens"), metadata={"help": "Tokens of a response."}
+    )
+    per_device_train_batch_size: int = field(
+        default=default_of(PG, "batch_size"), metadata={"help": "Responses in a micro-batch."}
+    )
+    beta: float = field(default=default_of(KL, "beta"), metadata={"help": "The KL penalty."})
+    seed: int = field(default=default_of(Recipe, "seed"), metadata={"help": "Of public draws."})
+    num_train_epochs: float = field(
+        default=float(default_of(Privacy, "participations")),
+        metadata={"help": "Participations of a user."},
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Compute activations again to save memory."}
+    )
 
     trl_fields: ClassVar[dict[str, Field]]
     trl_config: ClassVar[type[Any]]
@@ -211,7 +247,7 @@ def _check_types(config: PrivacyFields) -> None:
         value = getattr(config, name)
         if dict in kinds and str in kinds:
             # A command line's JSON, which transformers reads after this; other texts are none.
-            if isinstance(value, str) and value.startswith("{"):
+            if isinstance(value, str) and (value.startswith("{") or value == AUTO):
                 continue
             kinds.remove(str)
         if not any(_is(value, kind) for kind in kinds):
@@ -253,16 +289,11 @@ def defaults(config: type[Any]) -> dict[str, Any]:
 class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     """TRL's ``GRPOConfig`` with a privacy budget.
 
-    The defaults of ``loss_type``, ``num_train_epochs`` and ``gradient_checkpointing`` differ from
-    TRL's: its default loss divides by the tokens of the batch, each further epoch is another
-    participation of every user, and micro-batches already bound the memory.
+    TRL's default loss divides by the tokens of the batch, so that of ``loss_type`` differs. The
+    other defaults are the recipe's (:class:`PrivacyFields`).
     """
 
     loss_type: str = field(default="grpo", metadata={"help": "grpo or dr_grpo."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute activations again to save memory."}
-    )
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = GRPO
@@ -282,16 +313,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
 
 @dataclass
 class PrivateRLOOConfig(PrivacyFields, trl.RLOOConfig):  # type: ignore[misc]
-    """TRL's ``RLOOConfig`` with a privacy budget.
-
-    The defaults of ``num_train_epochs`` and ``gradient_checkpointing`` differ from TRL's, as those
-    of :class:`PrivateGRPOConfig` do.
-    """
-
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Participations of a user."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute activations again to save memory."}
-    )
+    """TRL's ``RLOOConfig`` with a privacy budget, and the recipe's defaults."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = RLOO

@@ -69,15 +69,19 @@ COMMON: dict[str, Field] = {
     "trust_remote_code": Field("honoured", "policy.trust_remote_code"),
     "resume_from_checkpoint": Field("honoured", "as of train(resume_from_checkpoint=…)"),
     "eval_steps": Field("honoured", "evaluation.every, in rounds; below 1 a share of them"),
-    "max_steps": Field("mapped", "rounds: a round is one step, with one noised release"),
+    "max_steps": Field(
+        "mapped", "rounds: a round is one step, with one noised release; without it 4 to 16, by the"
+        " number of users",
+    ),
     "num_train_epochs": Field(
         "mapped",
         "privacy.participations, the number of rounds that a user takes part in (more noise each)",
     ),
-    "per_device_train_batch_size": Field(
-        "mapped", "update.batch_size, a micro-batch; without max_steps it also sizes the rounds"
+    "per_device_train_batch_size": Field("mapped", "update.batch_size, a micro-batch"),
+    "gradient_accumulation_steps": Field(
+        "no effect", "a round adds up all of its users; max_steps, or the number of users, decides"
+        " how many there are",
     ),
-    "gradient_accumulation_steps": Field("mapped", "without max_steps it sizes the rounds"),
     "generation_batch_size": Field("mapped", "derived; responses are sampled in batches of a size"
                                    " that rollout.batch_size: auto determines"),
     "steps_per_generation": Field("mapped", "derived, as generation_batch_size"),
@@ -297,7 +301,8 @@ ARGUMENTS: dict[str, Field] = {
     "optimizers": Field("refused", "a resumed run makes the optimizer again: name it in args"),
     "quantization_config": Field("mapped", "bitsandbytes in 4 bit, or in 8 bit without outliers"),
     "peft_config": Field(
-        "mapped", "configs that change the model's layers, such as LoraConfig. Refused are prompt"
+        "mapped", "configs that change the model's layers, such as LoraConfig; None is a LoRA of"
+        " rank 1, and {'type': 'full'} trains all weights. Refused are prompt"
         " and prefix tuning, whose tokens stand before a prompt, and what the message names",
     ),
     "tools": Field("honoured", "functions, also asynchronous ones"),

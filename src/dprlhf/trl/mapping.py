@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
 from dprlhf.recipe.generation import rollout_settings
 from dprlhf.recipe.trl_names import update_settings
-from dprlhf.trl.config import PrivacyFields, PrivateRLOOConfig
+from dprlhf.training.defaults import with_defaults
+from dprlhf.trl.config import AUTO, PrivacyFields, PrivateRLOOConfig, defaults
 
 _SCHEDULES = {
     "constant": "constant",
@@ -19,21 +20,17 @@ _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
 }
-LONGEST_PROMPT = 512
-"""The longest prompt of a long context, in tokens: TRL's ``max_prompt_length``, while it had it."""
-
 _MODEL_SETTINGS = ("revision", "dtype", "torch_dtype", "attn_implementation", "trust_remote_code")
 
 
 def recipe_of(
     config: PrivacyFields,
     *,
-    model: str,
-    adapter: dict[str, Any],
+    model: Any,
+    adapter: dict[str, Any] | None,
     rewards: Sequence[dict[str, Any]],
     users: int,
     public: int,
-    processes: int,
     quantization: Mapping[str, str] | None = None,
     agent: dict[str, Any] | None = None,
 ) -> Recipe:
@@ -41,12 +38,11 @@ def recipe_of(
 
     Args:
         config: The trainer's config.
-        model: Hub id or folder of the model; ``in-memory`` for one that has neither.
-        adapter: The section ``policy.adapter``.
+        model: Hub id or folder of the model, or the model itself.
+        adapter: The section ``policy.adapter``; None takes the default for the model.
         rewards: The section ``rewards``.
         users: Number N of users.
         public: Number of public prompts for the evaluation; 0 without.
-        processes: Number of processes of the launch.
         quantization: Keys of the section ``policy`` for a quantised base model.
         agent: The keys of ``rollout.agent`` for which there are objects; none for plain responses.
 
@@ -57,13 +53,12 @@ def recipe_of(
     participations = args.privacy_participations
     if participations is None:
         participations = _epochs(args.num_train_epochs)
-    rounds = _rounds(args, users, participations, processes)
     values: dict[str, Any] = {
         "policy": {
             **_policy(args),
             **(quantization or {}),
-            "model_name_or_path": model,
-            "adapter": adapter,
+            "model_name_or_path": model if isinstance(model, str) else IN_MEMORY,
+            **({} if adapter is None else {"adapter": adapter}),
         },
         "data": _data(args),
         "rewards": list(rewards),
@@ -73,22 +68,38 @@ def recipe_of(
             **_update(args),
             "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
             "batch_size": args.per_device_train_batch_size,
-            "subspace": _subspace(args),
+            **_subspace(args),
         },
         "kl": {"beta": args.beta},
-        "optimizer": _optimizer(args, rounds),
         "privacy": _privacy(args, participations),
-        "rounds": rounds,
+        **({"rounds": int(args.max_steps)} if args.max_steps > 0 else {}),
         "tracking": {"report_to": args.report_to, "project": args.project},
         "previous": [{"run": run} for run in args.privacy_previous],
         "seed": args.seed,
         "output_dir": args.output_dir,
     }
     if public:
-        values["evaluation"] = _evaluation(args, public, rounds)
-    elif _every(args, rounds) is not None:
+        values["evaluation"] = _evaluation(args)
+    elif str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps":
         raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
+    if any(getattr(args, name) != default for name, default in _step_rule(type(config)).items()):
+        values["optimizer"] = {}  # some of it is given, and the rest are the recipe's defaults
+    values = with_defaults(values, users=users, public=public or None, model=model)
+    rounds = values["rounds"]
+    if values.get("optimizer") == {}:
+        values["optimizer"] = _optimizer(args, rounds)
+    if public:
+        values["evaluation"]["every"] = _every(args, rounds)
     return make_recipe(values, source=type(config).__name__)
+
+
+def _step_rule(kind: type[Any]) -> dict[str, Any]:
+    """Return the settings of the optimizer, with their defaults in a config."""
+    own = defaults(kind)
+    return {name: own[name] for name in (
+        "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "lr_scheduler_type",
+        "warmup_steps",
+    )}  # fmt: skip
 
 
 def _rollout(args: Any) -> dict[str, Any]:
@@ -118,87 +129,15 @@ def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
     """Return a trainer's recipe with an evaluation on so many public prompts."""
-    section = _evaluation(config, public, recipe.rounds)
+    section = {**_evaluation(config), "prompts": public, "every": _every(config, recipe.rounds)}
     return make_recipe(recipe.model_dump() | {"evaluation": section}, source=type(config).__name__)
 
 
-def _evaluation(args: Any, public: int, rounds: int) -> dict[str, Any]:
+def _evaluation(args: Any) -> dict[str, Any]:
     return {
         "data": {"path": IN_MEMORY},
-        "prompts": public,
-        "every": _every(args, rounds),
         "declared_public": args.privacy_declared_public,
     }
-
-
-def _rounds(args: Any, users: int, participations: int, processes: int) -> int:
-    """Return ``max_steps``, or the steps that TRL would take on these users.
-
-    TRL takes the same number of steps in each epoch, and so does an allocation, in which an epoch
-    is a block of rounds; all blocks together have no more rounds than users.
-    """
-    if args.max_steps > 0:
-        return int(args.max_steps)
-    prompts = _prompts_a_step(args, processes)
-    if args.privacy_partition == "random-allocation" and participations > 0:
-        each = max(1, min(math.ceil(users / prompts), users // participations))
-        return int(participations * each)
-    return int(max(1, math.ceil(users * participations / prompts)))
-
-
-def _prompts_a_step(args: Any, processes: int) -> int:
-    """Return the number of prompts in a step of TRL's trainer with these settings."""
-    responses = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
-    return max(1, int(responses // args.num_generations))
-
-
-def first_line(config: PrivacyFields, recipe: Recipe, users: int, processes: int) -> str:
-    """Return a line that says what a step is, for those who know TRL's.
-
-    Args:
-        config: The trainer's config.
-        recipe: Its recipe.
-        users: Number N of users.
-        processes: Number of processes of the launch.
-    """
-    args: Any = config
-    size = users * recipe.privacy.participations / recipe.rounds
-    return (
-        f"dprlhf: {recipe.rounds} steps (max_steps), each over about {size:.3g} of the {users}"
-        f" users, with {args.num_generations} responses to a prompt; TRL would take"
-        f" {_prompts_a_step(args, processes)} prompts a step. Of a longer prompt the last"
-        f" {recipe.data.max_prompt_tokens} tokens are read (privacy_max_prompt_tokens)"
-    )
-
-
-FEW = 16
-"""Users of a round below which a trainer warns, where the rounds follow from TRL's batch sizes."""
-
-
-def small_rounds(config: PrivacyFields, recipe: Recipe, users: int) -> str | None:
-    """Return a warning if TRL's batch sizes lead to rounds of few users, else None.
-
-    Args:
-        config: The trainer's config.
-        recipe: Its recipe.
-        users: Number N of users.
-    """
-    args: Any = config
-    participations = recipe.privacy.participations
-    uses = users * participations
-    size = uses / recipe.rounds
-    if args.max_steps > 0 or config.is_baseline or size >= FEW or uses < 2 * FEW:
-        return None
-    rounds = max(participations, min(FEW, uses // (2 * FEW)))
-    rounds -= rounds % participations  # as an allocation needs it, and every partition takes
-    if rounds >= recipe.rounds:
-        return None
-    return (
-        f"dprlhf: {recipe.rounds} rounds of about {size:.3g} users each follow from"
-        " per_device_train_batch_size, gradient_accumulation_steps and num_generations; the noise"
-        " of a round hides what so few users say. Give max_steps, such as"
-        f" max_steps={rounds} for about {uses / rounds:.3g} users in each"
-    )
 
 
 def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
@@ -216,24 +155,6 @@ def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
         f"dprlhf: warmup_steps={steps:g} is more than the {rounds} rounds: the learning rate rises"
         f" over all of them and reaches learning_rate at the end (in TRL, {rounds}/{steps:g} of"
         " it). Give fewer steps, or a share of the rounds, such as warmup_steps=0.1"
-    )
-
-
-def short_steps(config: PrivacyFields, recipe: Recipe) -> str | None:
-    """Return a warning if an adapter is trained with TRL's default learning rate, else None.
-
-    Args:
-        config: The trainer's config.
-        recipe: Its recipe.
-    """
-    rate = recipe.optimizer.learning_rate
-    usual = type(config).__dataclass_fields__["learning_rate"].default
-    if rate != usual or recipe.policy.adapter.type == "full":
-        return None
-    return (
-        f"dprlhf: learning_rate is TRL's default of {usual:g}, which is for all weights and many"
-        f" steps: in {recipe.rounds} rounds it hardly moves an adapter. Give learning_rate, such as"
-        " 1e-3"
     )
 
 
@@ -277,21 +198,14 @@ def _privacy(args: Any, participations: int) -> dict[str, Any]:
     }
 
 
-def _subspace(args: Any) -> dict[str, Any] | None:
-    """Return the section ``update.subspace``, which needs other public rows than the evaluation.
-
-    Raises:
-        DprlhfError: It would take rows of ``eval_dataset``, all of which are evaluated.
-    """
+def _subspace(args: Any) -> dict[str, Any]:
+    """Return the key ``subspace``; nothing where it is left to the public rows."""
     given = args.privacy_subspace
+    if given == AUTO:
+        return {}
     if isinstance(given, str):  # it was set after the config was made, which reads JSON
         raise DprlhfError(f"privacy_subspace: give a mapping, not {given!r}")
-    if given is None or given.get("data"):
-        return cast(dict[str, Any] | None, given)
-    raise DprlhfError(
-        "privacy_subspace: all rows of eval_dataset are evaluated, so its directions need other"
-        " public prompts: add 'data': {'path': …}, a file or a dataset's name"
-    )
+    return {"subspace": given}
 
 
 def _data(args: Any) -> dict[str, Any]:
@@ -359,7 +273,7 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
     warmup = 0.0 if schedule == "constant" else float(args.warmup_steps)
     return {
         "name": "sgd" if optim == "sgd" else "adam",
-        "learning_rate": args.learning_rate,
+        **({} if args.learning_rate is None else {"learning_rate": args.learning_rate}),
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
         "schedule": _SCHEDULES[schedule],

@@ -23,6 +23,7 @@ from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
 from dprlhf.data.given_rewards import GivenReward, given_rewards
 from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.public import public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback
@@ -62,15 +63,7 @@ from dprlhf.trl.arguments import (
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
 from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
-from dprlhf.trl.mapping import (
-    LONGEST_PROMPT,
-    first_line,
-    long_warmup,
-    recipe_of,
-    short_steps,
-    small_rounds,
-    with_evaluation,
-)
+from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
 from dprlhf.trl.resuming import continued
 from dprlhf.trl.rewards import means_of, trl_rewards
 from dprlhf.trl.tools import with_response_template
@@ -84,7 +77,7 @@ class PrivateTrainer(Generic[C]):
 
     Attributes:
         args: The config.
-        model: The model that is trained: a PEFT model, or the model itself without ``peft_config``.
+        model: The model that is trained: a PEFT model, or the model itself if all of it is trained.
         processing_class: Its tokenizer.
         state: transformers' ``TrainerState``; ``log_history`` has released and public values alone.
         recipe: The recipe of the run.
@@ -133,8 +126,10 @@ class PrivateTrainer(Generic[C]):
                 values. One that puts hooks into the model (``wandb.watch``) is an error.
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
-            peft_config: PEFT config of the adapter; None trains all weights. A ``PeftModel`` brings
-                its own: one untrained LoRA, which is built again from its config.
+            peft_config: PEFT config of the adapter, or the recipe's section as a mapping, such as
+                ``{"type": "full"}`` for all weights. None takes the recipe's default, a LoRA of
+                rank 1 in a few layers. A ``PeftModel`` brings its own: one untrained LoRA, which is
+                built again from its config.
             tools: Functions that the policy may call, sync or async.
             rollout_func: Refused: responses are sampled by the code that ε relies on.
             environment_factory: Makes an environment for each trajectory; its public methods are
@@ -199,7 +194,8 @@ class PrivateTrainer(Generic[C]):
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
         """Load the policy, set the recipe's longest prompt, and attach an agent's sampler."""
         policy = policy_of(self.recipe, model, tokenizer)
-        self.recipe = self._settled = with_prompt_width(self.recipe, policy, LONGEST_PROMPT)
+        public = public_users(self.recipe, self._public)
+        self.recipe = self._settled = with_prompt_width(self.recipe, policy, public)
         if (agent := self.recipe.rollout.agent) is not None:
             with_response_template(policy.tokenizer)
             sampler = load_sampler(agent, **self._agent)
@@ -214,12 +210,13 @@ class PrivateTrainer(Generic[C]):
         self._users = Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count
         return recipe_of(
             args,
-            model=model if isinstance(model, str) else IN_MEMORY,
-            adapter=adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
+            model=model,
+            adapter=None
+            if peft_config is None
+            else adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
             rewards=[reward.settings.model_dump() for reward in self._rewards],
             users=self._users,
             public=0 if self._public is None else len(self._public),
-            processes=Processes.connect().count,
             quantization=quantization_of(quantization),
             agent=InMemoryInputs(None, None, None, **self._agent).agent_settings,
         )
@@ -353,14 +350,9 @@ class PrivateTrainer(Generic[C]):
         self._try_evaluation()
         self.args.say_differences()
         processes = Processes.connect()
-        for told in (
-            first_line(self.args, self.recipe, self._users, processes.count),
-            small_rounds(self.args, self.recipe, self._users),
-            long_warmup(self.args, self.recipe),
-            short_steps(self.args, self.recipe),
-        ):
-            if told is not None and processes.main:
-                print(told, file=sys.stderr)
+        warning = long_warmup(self.args, self.recipe)
+        if warning is not None and processes.main:
+            print(warning, file=sys.stderr)
         sources = InMemoryInputs(
             self._rows,
             None,
@@ -371,11 +363,10 @@ class PrivateTrainer(Generic[C]):
             **self._agent,
         )
         sources.take_rewards(self._rewards)
-        quiet = bool(self.args.disable_tqdm)
         try:
             with (
                 in_trls_words(),
-                open_run(recipe, self.folder, sources, create=not again, quiet=quiet) as run,
+                open_run(recipe, self.folder, sources, create=not again) as run,
             ):
                 self._begin(run)
                 self.result = complete(run)
@@ -387,6 +378,7 @@ class PrivateTrainer(Generic[C]):
     def _begin(self, run: Run) -> None:
         """Let the log follow a run that is open, after the rounds that a resumed one has had."""
         self._started = True  # not before: what is refused until here has moved nothing
+        run.progress.bars &= not self.args.disable_tqdm
         log, rounds, means = self._log, run.plan.rounds, means_of(self._rewards)
         assert isinstance(run.recipe, Recipe)
         self._settled = run.recipe
@@ -468,10 +460,10 @@ class PrivateTrainer(Generic[C]):
             metrics |= values
         return metrics
 
-    def _evaluated(self, rows: Any, **given: Any) -> Evaluated:
-        """Sample one response to each of these public prompts, and score it."""
+    def _evaluated(self, rows: Any, count: int | None = None, **given: Any) -> Evaluated:
+        """Sample one response to each of these public prompts, or to the first, and score it."""
         self._policy.model.to(Processes.connect().device)
-        recipe = with_evaluation(self._settled, self.args, len(rows))
+        recipe = with_evaluation(self._settled, self.args, count or len(rows))
         own = any(rows is one for one in (self._public, *self._parts.values()))
         if not own and recipe.evaluation is not None:
             undeclared = recipe.evaluation.model_copy(update={"declared_public": False})
@@ -500,7 +492,8 @@ class PrivateTrainer(Generic[C]):
         watched = best is not None and section is not None and section.every is not None
         if self._public is None or (self._metrics is None and not watched):
             return
-        found = self._evaluated(self._public, log_probs=watched, first=TRIED)
+        count = section.prompts if section is not None else None  # as many as the run evaluates
+        found = self._evaluated(self._public, count, log_probs=watched, first=TRIED)
         if watched:
             check_best(best, found)
 

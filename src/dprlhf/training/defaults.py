@@ -1,0 +1,158 @@
+"""What a run takes where nothing is said: one table for ``init``, ``train()`` and TRL's trainers.
+
+Constants are the defaults of the recipe's sections. Here is what follows from the number of users,
+the public rows and the model: the adapter, the rounds, and, with enough public rows, the subspace
+with its step rule. A setting that is given stays, and one of a group (the adapter; subspace and
+optimizer) leaves the whole group to whoever gave it. The table is in ``docs/trl.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.in_memory import InMemoryInputs, rows_of
+from dprlhf.data.public import public_users
+from dprlhf.data.users import Users
+from dprlhf.hub import hush_libraries
+from dprlhf.recipe import Recipe
+
+FEWEST_ROUNDS, MOST_ROUNDS, USERS_A_ROUND = 4, 16, 125
+
+EVALUATED = 128
+"""Public rows of the evaluation, at most half of them, if directions are fitted to the others."""
+
+DIRECTIONS = 16
+
+WIDE = 64
+"""Least number of trained parameters for which so few directions save noise."""
+
+_STEPS = {"name": "normalized-sgd", "learning_rate": 0.4, "momentum": 0.6}
+
+
+def with_defaults(
+    values: Mapping[str, Any], *, users: int | None, public: int | None, model: Any
+) -> dict[str, Any]:
+    """Return the settings of a recipe, with those that follow from users, public rows and model.
+
+    Args:
+        values: Settings by section; what is there stays as it is.
+        users: Number N of users; None if it is not known.
+        public: Number of public rows; None without any, or if it is not known.
+        model: A model's name or folder, or the model itself.
+    """
+    made: dict[str, Any] = copy.deepcopy(dict(values))
+    policy, evaluation = made.setdefault("policy", {}), made.get("evaluation")
+    config = config_of(model)
+    if "adapter" not in policy:
+        policy["adapter"] = adapter_for(config, public_rows=evaluation is not None)
+    if "rounds" not in made:
+        passes = made.get("privacy", {}).get("participations", 1)
+        made["rounds"] = rounds_for(users, passes)
+    made.setdefault("rollout", {}).setdefault("batch_size", "auto")
+    update = made.setdefault("update", {})
+    if evaluation is None or public is None or "subspace" in update or "optimizer" in made:
+        return made
+    taken = evaluation.get("prompts", min(EVALUATED, public // 2))
+    layers = len(policy["adapter"].get("layers") or range(getattr(config, "num_hidden_layers", 0)))
+    wide = config is None or _value_width(config) * layers >= WIDE
+    works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
+    if public - taken >= 2 * DIRECTIONS and wide and works:
+        evaluation["prompts"] = taken
+        update["subspace"] = {"rank": DIRECTIONS}
+        made["optimizer"] = dict(_STEPS)
+    return made
+
+
+def completed(
+    values: dict[str, Any], draft: Recipe, sources: InMemoryInputs, model: Any
+) -> dict[str, Any]:
+    """Return settings with defaults that follow from the rows themselves.
+
+    Args:
+        values: The settings.
+        draft: A recipe of these settings, which says how rows are read.
+        sources: Objects in memory that replace what the recipe names.
+        model: The model's name, or the model.
+    """
+    may_lack = draft.rows_may_lack_prompts
+    users = None
+    if "rounds" not in values:
+        if sources.prompts is not None:  # a generator is read once
+            sources.prompts = rows_from(sources.prompts, draft.data.prompt_column)
+        users = Users(rows_of(draft.data, sources.prompts), draft.data, may_lack_prompts=may_lack)
+    if draft.evaluation is not None and sources.evaluation_prompts is not None:
+        column = draft.data.prompt_column
+        sources.evaluation_prompts = rows_from(sources.evaluation_prompts, column)
+    public = public_users(draft, sources.evaluation_prompts)
+    return with_defaults(
+        values,
+        users=users.count if users is not None else None,
+        public=public.count if public is not None else None,
+        model=model,
+    )
+
+
+def rounds_for(users: int | None, participations: int = 1) -> int:
+    """Return 4 to 16 rounds, such that each has about 125 users to set against the noise.
+
+    >>> rounds_for(300), rounds_for(1000), rounds_for(9000, 3), rounds_for(2)
+    (4, 8, 18, 2)
+    """
+    rounds = MOST_ROUNDS
+    if users is not None:
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, users * participations // USERS_A_ROUND))
+        rounds = min(rounds, users)
+    participations = max(1, participations)  # fewer are refused elsewhere
+    return -(-rounds // participations) * participations  # an allocation has as many in each pass
+
+
+def config_of(model: Any) -> Any:
+    """Return the config of a model's text part; None for a name whose config is not at hand."""
+    hush_libraries()
+    from transformers import AutoConfig
+
+    from dprlhf.assets import resolve
+
+    config = getattr(model, "config", None)
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(resolve(model), local_files_only=True)
+        except Exception:  # not on disk, or of another kind: loading it says why
+            return None
+    return config.get_text_config()
+
+
+def _value_width(config: Any) -> int:
+    """Return the outputs of a value projection, the narrowest module that is adapted by default."""
+    heads = config.num_attention_heads
+    return int(config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) / heads)
+
+
+def adapter_for(config: Any, *, public_rows: bool) -> dict[str, Any]:
+    """Return the section ``policy.adapter``: one kind of module, in a few layers above the middle.
+
+    The module is the value projection if PEFT names one for the type of model, otherwise the first
+    that PEFT names (``c_attn`` for GPT-2).
+
+    Args:
+        config: The model's config; None if it is not at hand.
+        public_rows: Whether A may start along the main direction of public activations.
+    """
+    hush_libraries()
+    from peft.utils import constants
+
+    made: dict[str, Any] = {"layers": [-2, -1]}
+    if config is not None:
+        known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        names = sorted(known.get(config.model_type, ()))
+        module = next((name for name in names if name.startswith("v")), None)
+        first = config.num_hidden_layers // 2
+        count = max(1, min(8, config.num_hidden_layers // 4))
+        made = {
+            "target_modules": [module or names[0]] if names else None,
+            "layers": list(range(first, first + count)),
+        }
+    return made | ({"init": "public-activations"} if public_rows else {})

@@ -1,0 +1,99 @@
+"""One table of defaults: ``init`` and ``train``, ``train()`` and a TRL trainer make one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from typer.testing import CliRunner
+
+import dprlhf
+from dprlhf.cli.app import app
+from dprlhf.recipe import load_recipe
+from dprlhf.training.defaults import with_defaults
+from dprlhf.trl import PrivateRLOOConfig, PrivateRLOOTrainer
+from helpers import tiny
+from helpers.runs import weights
+
+REWARD = """
+def reward(prompts, completions, **columns):
+    return [4.0 * sum(c.islower() for c in text) / max(len(text), 1) for text in completions]
+"""
+OWN: dict[str, Any] = {
+    "data": {"path"}, "evaluation": {"data": {"path"}}, "rewards": True, "output_dir": True,
+    "tracking": True,
+}  # fmt: skip
+"""What says where rows and rewards come from, and not what is done with them."""
+
+
+def resolved(folder: Path) -> dict[str, Any]:
+    return load_recipe(folder / "recipe.yaml").model_dump(exclude=OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wide", "public"), [(True, 96), (False, 0)])
+def test_three_ways_to_start_make_one_run(
+    wide: bool, public: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dprlhf.training.defaults.WIDE", 1 if wide else 10**6)
+    tiny.save(Path("model"))
+    Path("given.py").write_text(REWARD)
+    private = {"prompt": [f"user {i}" for i in range(30)], "who": [f"u{i // 2}" for i in range(30)]}
+    Dataset.from_dict(private).to_csv("private.csv", index=False)
+    evaluation = {"prompt": [f"public {i}" for i in range(public)]}
+    Dataset.from_dict(evaluation).to_csv("public.csv", index=False)
+    answers = {
+        "--model": "model", "--prompts": "private.csv", "--user-column": "who",
+        "--reward": "given.py:reward", "--public-prompts": "public.csv" if public else "",
+        "--epsilon": "4",
+    }  # fmt: skip
+    done = CliRunner().invoke(app, ["init", *(x for pair in answers.items() for x in pair)])
+    assert done.exit_code == 0, done.exception
+    columns: dict[str, Any] = {}
+    exec(REWARD, columns)
+    reward = columns["reward"]
+    # Short responses: what is compared is what follows from defaults and rows.
+    with mock.patch("dprlhf.runs.folder.new_key", return_value=bytes(range(32))):
+        dprlhf.train(
+            "recipe.yaml", prompts=Dataset.from_dict(private), reward=reward,
+            evaluation_prompts=Dataset.from_dict(evaluation) if public else None,
+            overrides=["rollout.max_new_tokens=4"], output_dir="a",
+        )  # fmt: skip
+        dprlhf.train(
+            model="model", prompts=Dataset.from_dict(private), reward=reward, epsilon=4,
+            user_column="who", rollout__max_new_tokens=4, output_dir="b",
+            evaluation_prompts=Dataset.from_dict(evaluation) if public else None,
+        )  # fmt: skip
+        PrivateRLOOTrainer(
+            "model", reward,
+            PrivateRLOOConfig(output_dir="c", privacy_epsilon=4.0, max_completion_length=4),
+            Dataset.from_dict(private), Dataset.from_dict(evaluation) if public else None,
+            user_column="who",
+        ).train()  # fmt: skip
+    one, two, three = (resolved(Path(name)) for name in "abc")
+    assert one == two == three
+    assert (one["update"]["subspace"] is not None) == wide
+    first, *others = (weights(Path(name)) for name in "abc")
+    assert any(w.any() for name, w in first.items() if "lora_B" in name)
+    differing = [[name for name, w in first.items() if not torch.equal(w, o[name])] for o in others]
+    assert differing == [[], []]
+
+
+@pytest.mark.parametrize(
+    "given", [{"optimizer": {"learning_rate": 1.0}}, {"update": {"subspace": None}}]
+)
+def test_what_is_given_stays(given: dict[str, Any]) -> None:
+    values = {"evaluation": {"data": {"path": "public"}}, "policy": {"adapter": {"layers": [0]}}}
+    made = with_defaults({**values, **given, "rounds": 7}, users=9, public=400, model="nowhere")
+    assert made["rounds"] == 7
+    assert made["policy"]["adapter"] == {"layers": [0]}
+    assert made["update"].get("subspace") is None
+    assert made.get("optimizer") == given.get("optimizer")
+    free = with_defaults(values, users=9, public=400, model="nowhere")
+    assert free["update"]["subspace"]
+    assert free["optimizer"]["name"] == "normalized-sgd"
