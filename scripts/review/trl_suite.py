@@ -166,6 +166,7 @@ USUAL = (  # TRL's tests take their own defaults for granted
 
 def without_bounds(config: Any, *given: Any, **settings: Any) -> Any:
     """Return a private config without noise, whose rewards are bounded where a test bounds them."""
+    settings.setdefault("privacy_max_prompt_tokens", Suite.width)
     if "reward_clip_range" not in settings:
         settings["privacy_reward_range"] = 1e4
     usual = {name: value for name, value in defaults(config.trl_config).items() if name in USUAL}
@@ -197,6 +198,8 @@ def budgeted(kind: type[Any], config: Any) -> type[Any]:
 class Suite:
     """A plugin of pytest that changes the import, chooses the tests, and records outcomes."""
 
+    width: int | None = None
+
     def __init__(self) -> None:
         self.outcomes: dict[str, tuple[str, str]] = {}
 
@@ -219,9 +222,11 @@ class Suite:
                 setattr(module, f"{name}Trainer", budgeted(trainer, made))
             module.load_dataset = load_dataset
 
-    def pytest_runtest_setup(self) -> None:
-        """Count anew the fields that a test misses."""
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Count anew the fields that a test misses, and leave room for tools as bytes."""
         Entry.missed = 0
+        with_tools = "tools" in item.name or "environment" in item.name
+        type(self).width = 1024 if with_tools else None
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import load_recipe, make_recipe
 from dprlhf.recipe.trl_names import INSTEAD, KEYS, overrides_of
+from dprlhf.training import timing
 from dprlhf.training.dry_run import dry_run, explain
 from helpers import tiny
 
@@ -371,7 +373,10 @@ class TestDryRun:
             "    open('seen', 'a').write(str(prompts))\n"
             "    return [0.0] * len(prompts)\n"
         )
+        timed = mock.Mock(side_effect=timing.seconds_a_response)
+        monkeypatch.setattr("dprlhf.training.dry_run.seconds_a_response", timed)
         plan = dry_run(load_recipe(recipe_file, self.QUICK))
+        assert timed.call_args.kwargs == {"keeps": True}  # as the run's own rounds do
         assert plan["noise_to_clip_ratio"] < 1
         assert "public 1" in (recipe_file.parent / "seen").read_text()
         assert "user" not in (recipe_file.parent / "seen").read_text()

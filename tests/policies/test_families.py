@@ -105,6 +105,16 @@ def test_the_longest_prompt_follows_from_the_context(config: Any, room: float) -
     assert prompt_room(context_length(config), 999, 64) == (64 if room > 999 else 1)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "roberta"])
+def test_the_last_position_is_the_last_that_the_model_has(kind: str) -> None:
+    """A response that has ended is computed on there, in a batch with longer ones."""
+    policy = families.policy(kind)
+    places = [m for name, m in policy.network.named_modules() if "position_emb" in name] or [
+        policy.network.get_submodule("transformer.wpe")
+    ]
+    assert policy.last_position == places[0].weight.shape[0] - 1
+
+
 @pytest.mark.parametrize(("stated", "width"), [({}, 48), ({"max_prompt_tokens": 60}, 60)])
 def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], width: int) -> None:
     policy = families.policy("gpt2")

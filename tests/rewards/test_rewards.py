@@ -225,6 +225,21 @@ def test_private_rows_come_in_calls_of_checked_sizes(checked: int, sizes: list[i
     assert scores.values.tolist() == list(range(14))
 
 
+def test_calls_of_private_rows_that_fail_cost_their_failing_users_only() -> None:
+    def raising(completions: list[str]) -> list[float]:
+        if {"xxx", "xxxxxxx"}.intersection(completions):
+            raise ValueError
+        return length(completions)
+
+    reward = LoadedReward(raising, "r", checked_rows=2)
+    texts = ["x" * i for i in range(9)]
+    users = np.repeat(np.arange(3), 3)  # calls of two rows cut users
+    made = Scorer([reward], 100.0)
+    scores = made.score(["p"] * 9, texts, [[]] * 9, {}, users, private=True)
+    assert scores.valid.tolist() == [True] * 3 + [False] * 6
+    assert scores.values.tolist() == [0, 1, 2] + [0] * 6
+
+
 def test_a_user_alone_is_scored_in_calls_of_checked_sizes_too() -> None:
     """A size that nobody tried may round otherwise, and who is beside a user would decide on it."""
     sizes: list[int] = []
@@ -599,14 +614,14 @@ class Notebook(io.StringIO):
     """A stream without a file descriptor."""
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
 @pytest.mark.parametrize("kind", [io.StringIO, Notebook])
 def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(
-    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+    kind: type[io.StringIO], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notebook, sink = kind(), io.StringIO()
-    monkeypatch.setattr(sys, "stdout", notebook)
-    monkeypatch.setattr(sys, "stderr", notebook)
-    kept = sys.stderr  # as loguru and tqdm keep it when they are imported
+    monkeypatch.setattr(sys, name, notebook)
+    kept = getattr(sys, name)  # as loguru and tqdm keep it when they are imported
 
     def logging_itself(completions: list[str]) -> list[float]:
         kept.write(f"{CANARY} kept\n")
@@ -618,7 +633,7 @@ def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(
     assert score(logging_itself, ["a"]).valid.all()
     assert notebook.getvalue() == ""
     assert all(f"{CANARY} {way}" in sink.getvalue() for way in ("kept", "print", "lines"))
-    print("still here")  # afterwards it writes as before, by its own method
+    print("still here", file=kept)  # afterwards it writes as before, by its own method
     assert notebook.getvalue() == "still here\n"
     assert "write" not in vars(notebook)
     notebook.write = lambda text: 0  # type: ignore[method-assign]

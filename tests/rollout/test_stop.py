@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def test_ended_responses_and_those_that_are_left_out() -> None:
     assert responses.left_out is not None
     assert responses.left_out.tolist() == [not done for done in expected]
     assert draw(policy, texts()).left_out is None
-    some = responses.take(np.array([5, 2]))
+    messages = [[{"role": "assistant", "content": text}] for text in responses.texts]
+    some = dataclasses.replace(responses, completions=messages).take(np.array([5, 2]))
+    assert some.completions == [messages[5], messages[2]]
     assert some.left_out is not None
     assert some.left_out.tolist() == [not expected[5], not expected[2]]
     assert measure(policy, responses, None)["ended_share"].mean == np.mean(expected)

@@ -193,7 +193,11 @@ def test_an_atomic_write_is_durable_when_it_returns(
 # ------------------------------------------------------------------------------- lines of JSON
 
 
-def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [8, 2**16])
+def test_lines_survive_a_torn_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder._BLOCK", block)  # of which a line may have several
     path = tmp_path / "metrics.jsonl"
     JsonLines(path).write({"round": 1})
     with open(path, "a") as file:
