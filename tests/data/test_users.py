@@ -1348,6 +1348,10 @@ def test_public_rows_have_the_form_of_the_users() -> None:
     for one, other in ((text, talk), (talk, text)):
         with pytest.raises(DprlhfError, match=r"evaluation\.data holds .*: give both in one form"):
             check_form(one, other)
+    as_json = users({"prompt": ["plain", json.dumps([MESSAGE])]})
+    with pytest.raises(DprlhfError, match=r"written as JSON, .*: call the column 'messages'"):
+        check_form(text, as_json)
+    check_form(as_json, text)  # of users' rows nothing is looked at
 
 
 # ------------------------------------------------------------------------------ what is left out

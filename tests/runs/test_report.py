@@ -86,6 +86,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer__learning_rate=0.5,
         evaluation_prompts=[f"public {i} <script>alert({i})</script>" for i in range(12)],
         evaluation__every=2,
+        data__max_prompt_tokens=64,
     )
     return base / "run"
 

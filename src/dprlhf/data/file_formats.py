@@ -213,13 +213,13 @@ def with_conversations(rows: Any, prompt_column: str) -> Any:
     kind = rows.features.arrow_schema.field(MESSAGES).type
     if not is_text(kind) or pa.types.is_null(kind):
         return rows
-    talks = _of_any_kinds({MESSAGES: [_conversation(text) for text in rows[MESSAGES]]})
+    talks = _of_any_kinds({MESSAGES: [conversation_in(text) for text in rows[MESSAGES]]})
     others = rows.remove_columns(MESSAGES)
     both = [others, talks] if others.column_names else [talks]
     return datasets.concatenate_datasets(both, axis=1)
 
 
-def _conversation(text: Any) -> list[dict[str, Any]] | None:
+def conversation_in(text: Any) -> list[dict[str, Any]] | None:
     """Return the messages of a JSON text; None where it is something else."""
     try:
         given = _parsed(text)

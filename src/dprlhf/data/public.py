@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.data.file_formats import FORMATS, MESSAGES, BrokenLinesError, lines_of
+from dprlhf.data.file_formats import FORMATS, MESSAGES, BrokenLinesError, conversation_in, lines_of
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
@@ -18,6 +18,7 @@ from dprlhf.recipe import AnyRecipe, Data
 
 HELD_OUT = 64
 """Number of public rows after those of the evaluation to which settings are fitted."""
+_LOOKED_AT = 16  # public texts that are looked at for conversations as JSON
 CONTRASTED = 512
 """Number of public rows to which an adapter's start by ``public-contrast`` is fitted."""
 
@@ -53,11 +54,18 @@ def check_form(users: Users, public: Users | None) -> None:
     """Refuse public rows of another form than the users': rewards would get another kind of value.
 
     The types of both columns decide it; where the users' has values of several kinds, either form
-    will do.
+    will do. Of texts, that public ones are conversations written as JSON is refused, too.
 
     Raises:
-        DprlhfError: One has conversations, and the other plain text.
+        DprlhfError: One has conversations, and the other plain text; or texts hold JSON.
     """
+    if public is not None and not public.conversations:
+        first = public.select(np.arange(min(_LOOKED_AT, public.count))).prompts
+        if any(conversation_in(text) for text in first):
+            raise DprlhfError(
+                "evaluation.data has conversations written as JSON, which would be read as texts:"
+                f" call the column {MESSAGES!r} in both files (data.prompt_column={MESSAGES})"
+            )
     if public is None or users.mixes_kinds or users.conversations == public.conversations:
         return
     forms = {True: "conversations", False: "plain text"}
