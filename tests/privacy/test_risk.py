@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, risk
 from dprlhf.runs.model_card import percent
 from helpers.risks import Floats, simulated
@@ -133,6 +134,36 @@ def test_more_is_released_more_is_risked(more: dict[str, Any]) -> None:
     assert found[0].best_guess < found[1].best_guess
 
 
+@pytest.mark.parametrize(
+    ("guess", "changes"),
+    [
+        (0.51, {"partition": "fixed"}),
+        (0.6, {}),
+        (0.9, {"partition": "poisson"}),
+        pytest.param(0.6, {"adjacency": "replace-one"}, marks=pytest.mark.slow),
+        pytest.param(0.6, {"participations": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_plan_for_a_guess_has_the_least_noise_that_keeps_to_it(
+    guess: float, changes: dict[str, Any]
+) -> None:
+    plan = make_plan(users=100, rounds=8, delta=DELTA, max_guess=guess, **changes)
+    assert risk([plan.mechanism], DELTA).best_guess <= guess
+    less = plan.mechanism.with_noise(plan.noise_multiplier / 1.005)
+    assert risk([less], DELTA).best_guess > guess
+    same = make_plan(
+        users=100, rounds=8, delta=DELTA, noise_multiplier=plan.noise_multiplier, **changes
+    )
+    assert same == plan
+
+
+@pytest.mark.parametrize("guess", [0.5, 1.0, math.nan])
+def test_a_guess_without_a_plan_is_refused(guess: float) -> None:
+    with pytest.raises(DprlhfError, match=r"max_guess must be above 0\.5 and below 1"):
+        make_plan(users=100, rounds=8, delta=DELTA, max_guess=guess)
+
+
 @pytest.mark.parametrize("partition", ["random-allocation", "fixed", "poisson"])
 @pytest.mark.parametrize("z", [1e-200, 1e-3, 0.05, 1e9, math.inf])
 def test_any_noise_has_bounds(z: float, partition: Any) -> None:
@@ -168,4 +199,10 @@ def test_the_command() -> None:
     assert answer["best_guess"] == pytest.approx(0.605, abs=1e-3)  # (e^4)/(1 + e^4) is 0.982
     assert set(answer["tpr_at_fpr"]) == {"0.001", "0.01", "0.1"}
     assert 0 < answer["gdp_mu"] < 1 / 0.692
-    assert "give a run folder" in str(CliRunner().invoke(app, options[:4]).exception)
+    options = ["privacy", "noise", "--users=99", "--rounds=16", "--delta=1e-5", "--json"]
+    asked = json.loads(CliRunner().invoke(app, [*options, "--max-guess=0.605"]).output)
+    assert asked["best_guess"] <= 0.605
+    assert asked["noise_multiplier"] == pytest.approx(0.692, abs=2e-3)
+    assert "give one of" in str(CliRunner().invoke(app, options).exception)
+    options = ["privacy", "risk", "--rounds=16"]
+    assert "give a run folder" in str(CliRunner().invoke(app, options).exception)

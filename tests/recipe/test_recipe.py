@@ -137,10 +137,10 @@ def test_a_model_made_in_memory_needs_its_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"privacy": {}}, "privacy: give exactly one of epsilon and noise_multiplier"),
+        ({"privacy": {}}, "privacy: give exactly one of epsilon, noise_multiplier and max_guess"),
         (
             {"privacy__noise_multiplier": 1.0},
-            "privacy: give exactly one of epsilon and noise_multiplier",
+            "privacy: give exactly one of epsilon, noise_multiplier and max_guess",
         ),
         ({"privacy__epsilon": 0}, "privacy: epsilon must be above 0, not 0.0"),
         ({"privacy__epsilon": math.nan}, "privacy: epsilon must be above 0, not nan"),

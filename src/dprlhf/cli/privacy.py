@@ -136,8 +136,12 @@ def _check_table(rows: list[dict[str, Any]]) -> str:
 def privacy_noise(
     users: Users,
     rounds: Rounds,
-    epsilon: Annotated[float, typer.Option(help="ε to keep within.")],
     delta: Delta,
+    epsilon: Annotated[float | None, typer.Option(help="ε to keep within.")] = None,
+    max_guess: Annotated[
+        float | None,
+        typer.Option(help="Or: how often a guess who took part may be right, such as 0.6."),
+    ] = None,
     partition: Partition = "random-allocation",
     adjacency: Adjacency = None,
     participations: Participations = 1,
@@ -145,17 +149,22 @@ def privacy_noise(
     bands: Bands = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Find the smallest noise multiplier that keeps within ε."""
+    """Find the smallest noise multiplier that keeps within ε, or within a guess's success."""
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import make_plan
+    from dprlhf.privacy.risk import risk
+    from dprlhf.runs.model_card import percent
 
-    if not 0 < epsilon < math.inf:
+    if (epsilon is None) == (max_guess is None):
+        raise DprlhfError("give one of --epsilon and --max-guess")
+    if epsilon is not None and not 0 < epsilon < math.inf:
         raise DprlhfError(f"--epsilon must be a positive number, not {epsilon}")
     made = make_plan(
         users=users,
         rounds=rounds,
         delta=delta,
         epsilon=epsilon,
+        max_guess=max_guess,
         partition=partition,
         adjacency=adjacency,
         participations=participations,
@@ -163,10 +172,15 @@ def privacy_noise(
         bands=bands,
     )
     _warn_delta(delta, users)
-    answer = {"noise_multiplier": made.noise_multiplier, "epsilon": made.guarantee.epsilon}
+    guess = risk([made.mechanism], delta).best_guess
+    answer = {
+        "noise_multiplier": made.noise_multiplier,
+        "epsilon": made.guarantee.epsilon,
+        "best_guess": guess,
+    }
     z, cost = upwards(made.noise_multiplier, 6), upwards(made.guarantee.epsilon, 6)
-    text = f"noise multiplier = {z} (epsilon {cost})"
-    typer.echo(json.dumps(answer) if as_json else text)
+    text = f"noise multiplier = {z} (epsilon {cost}; a guess who took part is right in at most"
+    typer.echo(json.dumps(answer) if as_json else f"{text} {percent(guess)} of 100 cases)")
 
 
 @privacy.command("total")

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.accounting import Mechanism, single_noise
 from dprlhf.privacy.composition import covering_noise, joint_losses, sets_of_runs
 from dprlhf.privacy.curves import SIDES, Floats
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
@@ -31,6 +33,7 @@ _PARTS = 4  # into which chords divide each step between them
 _MOST_STEPS = 6000
 _LARGEST_EPSILON = 300.0
 _ROUNDING = 1e-9
+_TOLERANCE = 1e-3  # of a noise multiplier, as a share
 _FLOAT_ERROR = 1e-12  # by which a Gaussian's curve may have been rounded up
 
 
@@ -99,6 +102,42 @@ def risk(
         for name in ("best_guess", "best_guess_at_prior", "gdp_mu")
     )
     return Risk(guess, prior, at_prior, rates, mu, delta, people)
+
+
+def noise_multiplier(mechanism: Mechanism, max_guess: float, delta: float) -> float:
+    """Return the least noise multiplier, to 0.1%, at which no guess at even odds does better.
+
+    Args:
+        mechanism: A run's; its own noise is ignored.
+        max_guess: Largest probability that a guess whether a person took part is right.
+        delta: δ of the run.
+
+    Raises:
+        DprlhfError: ``max_guess`` is not between ½ and 1.
+
+    >>> noise_multiplier(Mechanism(0.0, 8, "fixed"), 0.6915, 1e-5) < 1.002
+    True
+    """
+    if not 0.5 < max_guess < 1:
+        raise DprlhfError(f"max_guess must be above 0.5 and below 1, not {max_guess}")
+    quantile = statistics.NormalDist().inv_cdf
+    wanted = quantile(max_guess)
+
+    @functools.cache
+    def excess(log_noise: float) -> float:
+        found = risk([mechanism.with_noise(math.exp(log_noise))], delta).best_guess
+        return math.log(quantile(min(max(found, 0.5 + 1e-9), 1 - 1e-9)) / wanted)
+
+    # One Gaussian of noise 1/(2q) has this risk, and a Gaussian covers every mechanism.
+    high = math.log(1 / (2 * wanted) / single_noise(mechanism.with_noise(1.0))) + _TOLERANCE
+    low = high
+    while excess(low) <= 0:
+        low, high = low + min(2 * excess(low), -_TOLERANCE), low
+    if low < high:
+        high = brentq(excess, low, high, xtol=_TOLERANCE / 2)
+    while excess(high) > 0:  # it is found to a tolerance, and from either side
+        high += _TOLERANCE
+    return math.exp(high)
 
 
 @functools.lru_cache(64)  # a run's opening, its card and its report ask for the same

@@ -13,12 +13,15 @@ from dprlhf.recipe.base import PositiveInt, Settings
 
 
 class Budget(Settings):
-    """The privacy guarantee; give exactly one of ``epsilon`` and ``noise_multiplier``.
+    """The privacy guarantee; give one of ``epsilon``, ``noise_multiplier`` and ``max_guess``.
 
     Attributes:
         epsilon: Largest ε that the run may spend; ``.inf`` is a non-private baseline.
         noise_multiplier: Noise multiplier z, the noise's standard deviation in units of the clip
             norm; ε then follows from it.
+        max_guess: Largest probability that a guess from all that the run releases, whether a person
+            took part, is right at even odds; noise and ε then follow from it
+            (:mod:`dprlhf.privacy.risk`).
         delta: δ; keep it well below 1 / (number of users).
         partition: How users are assigned to rounds: ``random-allocation``, ``fixed``, ``stream`` or
             ``poisson`` (Poisson subsampling).
@@ -41,6 +44,7 @@ class Budget(Settings):
 
     epsilon: float | None = None
     noise_multiplier: float | None = None
+    max_guess: Annotated[float, Field(gt=0.5, lt=1)] | None = None
     delta: float = 1e-5
     partition: Partition = "random-allocation"
     adjacency: Adjacency | None = None
@@ -57,8 +61,9 @@ class Budget(Settings):
 
     @model_validator(mode="after")
     def _valid(self) -> Budget:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give exactly one of epsilon and noise_multiplier")
+        given = (self.epsilon, self.noise_multiplier, self.max_guess)
+        if sum(value is not None for value in given) != 1:
+            raise ValueError("give exactly one of epsilon, noise_multiplier and max_guess")
         if self.epsilon is not None and not self.epsilon > 0:
             raise ValueError(f"epsilon must be above 0, not {self.epsilon}")
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:

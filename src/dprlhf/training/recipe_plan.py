@@ -71,6 +71,7 @@ def plan_of(
         delta=privacy.delta,
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
+        max_guess=privacy.max_guess,
         clip_norm=recipe.update.clip_norm,
         partition=privacy.partition,
         adjacency=cast(Adjacency | None, stated) or privacy.adjacency,

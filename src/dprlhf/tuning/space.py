@@ -208,7 +208,7 @@ def _accepted(recipe: Recipe, key: str, value: Any) -> bool:
     try:
         changed = with_settings(recipe, {key: value})
         privacy = changed.privacy
-        if privacy.epsilon is None and _released(changed) != _released(recipe):
+        if privacy.noise_multiplier is not None and _released(changed) != _released(recipe):
             return False  # with a given noise multiplier, ε follows from these
         make_plan(  # without noise no accountant is asked, and what a partition refuses is refused
             users=10**9,
