@@ -57,7 +57,6 @@ REMOVED = {
     "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf privacy selection": "declare the runs on the same users in privacy.tuning_runs",
-    "dprlhf doctor": "accelerate env shows this machine, and pip check what is missing",
     "dprlhf bench worth": "what it measured is in the repository",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }

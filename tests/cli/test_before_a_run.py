@@ -1,9 +1,11 @@
-"""Before a run: init, dry run, flags and the check of a reward."""
+"""Before a run: doctor, init, dry run, flags and the check of a reward."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from dprlhf import recipe, train
+from dprlhf.cli import doctor
 from dprlhf.cli.answers import users_in
 from dprlhf.cli.app import app
 from dprlhf.cli.init import new_recipe
@@ -49,6 +52,51 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     public = "".join(f"public {i},{i}, the answer is {i}{'!' * i}\n" for i in range(6))
     (tmp_path / "public.csv").write_text("prompt,answer,completion\n" + public)
     return tmp_path
+
+
+class TestDoctor:
+    def test_this_machine_is_well(self) -> None:
+        found = {finding.name: finding for finding in doctor.examine()}
+        assert found["torch"].value == importlib.metadata.version("torch")
+        assert "cores" in found["cpu"].value
+        assert found["processes"].good
+        assert {"python", "disk", "hub", "asset imdb"} <= found.keys()
+        assert not [f for f in found.values() if not f.good]
+
+    def test_old_and_missing_packages_are_bad(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = ["torch>=999", "no-such-package-here>=1.0", "numpy", "vllm>=1; extra == 'vllm'"]
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: asked)
+        found = {f.name: f for f in doctor._versions()}
+        assert not found["torch"].good
+        assert "needed: torch>=999" in found["torch"].value
+        assert not found["no-such-package-here"].good
+        assert found["numpy"].good
+        assert "vllm" not in found
+
+    @pytest.mark.parametrize("missing", ["torch", "accelerate", "huggingface_hub"])
+    def test_a_missing_library_is_reported(
+        self, missing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if missing != "huggingface_hub":  # it is imported again, and its import fails
+            monkeypatch.delitem(sys.modules, "dprlhf.training.processes", raising=False)
+        monkeypatch.setitem(sys.modules, missing, None)
+        bad = [f.name for f in doctor.examine() if not f.good]
+        assert bad == {"torch": ["devices", "processes"], "accelerate": ["processes"],
+                       "huggingface_hub": ["hub"]}[missing]  # fmt: skip
+
+    def test_a_bad_finding_is_exit_status_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("disk", "full", False)])
+        done = call("doctor")
+        assert done.exit_code == 1
+        assert done.output == "BAD disk                      full\n"
+
+    def test_a_token_is_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_canary")
+        assert "hf_canary" not in str(doctor.examine())
+
+    def test_a_launch_that_cannot_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        assert not doctor._processes().good
 
 
 class TestInit:

@@ -27,7 +27,9 @@ warnings.simplefilter("ignore", FutureWarning)
 
 
 COMMANDS = {
-    "Before a run": {"init": "prepare", "reward-check": "prepare", "assets": "prepare"},
+    "Before a run": {
+        "doctor": "prepare", "init": "prepare", "reward-check": "prepare", "assets": "prepare",
+    },
     "Training": {
         "train": "train", "tune": "tune", "resume": "train", "sft": "train", "reward": "train",
         "dpo": "train",

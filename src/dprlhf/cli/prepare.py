@@ -1,4 +1,4 @@
-"""The commands before a run: ``init``, ``reward-check`` and ``assets``."""
+"""The commands before a run: ``doctor``, ``init``, ``reward-check`` and ``assets``."""
 
 from __future__ import annotations
 
@@ -52,6 +52,18 @@ assets = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+
+
+def doctor() -> None:
+    """Show what this machine has: versions, devices, disk, hub and assets. Exit status 1: a gap."""
+    from dprlhf.cli.doctor import examine
+
+    findings = examine()
+    for finding in findings:
+        mark = "ok" if finding.good else "BAD"
+        typer.echo(f"{mark:<4}{finding.name:<26}{finding.value}")
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
 
 
 def init(
