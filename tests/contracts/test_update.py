@@ -111,7 +111,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "responses": [{"rollout__responses": 2}, {"rollout__responses": 4}],
     "base": [{"rollout__base_policy": n} for n in ("on-policy", "reference")],
     "subspace": [{}, {"update__subspace": {"rank": 2, "prompts": 4}}],
-    "prompts": [{}, {"data__max_prompts_per_user": 2}],
+    "prompts": [{"data__max_prompts_per_user": n} for n in (1, 2)],
     "telemetry": [{}, {"privacy__reward_share": 0.0}],
     "sampling": [{}, {"rollout__top_k": 9, "rollout__repetition_penalty": 1.3}],
     "truncated": [
