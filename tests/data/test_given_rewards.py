@@ -52,24 +52,6 @@ def test_a_model_keeps_its_tokenizer() -> None:
     assert plain.settings == Reward(function=IN_MEMORY)  # as earlier runs have it
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (([(length, 0.5)], [1.0]), "has a weight already"),
-        (([length, vowels], [1.0]), r"reward_weights: 1 for 2 rewards"),
-        ((length, None, ["a", "b"]), r"reward_processing_classes: 2 for 1 rewards"),
-        ((length, None, 5), r"reward_processing_classes: a int is no tokenizer"),
-        (({"f": length},), r"a dict is no reward: give a function with TRL's signature"),
-        ((None,), r"a NoneType is no reward"),
-        ((SimpleNamespace,), r"SimpleNamespace is a class: give an instance"),
-        (((length, True),), r"a bool is no reward"),
-    ],
-)
-def test_what_is_no_reward_is_refused(arguments: Any, text: str) -> None:
-    with pytest.raises(DprlhfError, match=text):
-        given_rewards(*arguments)
-
-
 def test_a_resumed_run_weighs_its_rewards_as_before() -> None:
     specs = [Reward(function=IN_MEMORY, weight=0.5), Reward(classifier="org/model")]
     first, second = rewards_of(specs, given_rewards([length, "org/model"]))

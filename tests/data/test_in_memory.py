@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +10,10 @@ import pytest
 import yaml
 
 import dprlhf
-from dprlhf import DprlhfError, recipe
-from dprlhf.api import train_stage
+from dprlhf import DprlhfError
 from dprlhf.data.in_memory import InMemoryInputs, recipe_of
-from dprlhf.recipe import IN_MEMORY, Recipe, SFTRecipe, load_recipe, make_recipe
-from dprlhf.recipe.trl_names import INSTEAD, overrides_of
+from dprlhf.recipe import IN_MEMORY, Recipe, load_recipe, make_recipe
+from dprlhf.recipe.trl_names import overrides_of
 from helpers import tiny
 
 PUBLIC = [f"public {i}" for i in range(8)]
@@ -51,27 +49,6 @@ def file(values: dict[str, Any], tmp_path: Path) -> Path:
 
 
 NONE = InMemoryInputs(None, None, None)
-
-
-class TestNothingIsIgnored:
-    def test_settings_beside_a_recipe(self, file: Path) -> None:
-        with pytest.raises(DprlhfError, match=r"'epsilon' has no effect.*overrides="):
-            recipe_of(file, [], {"epsilon": 1.0}, NONE)
-        with pytest.raises(DprlhfError, match=r"'epsilon' has no effect.*in the Recipe"):
-            recipe_of(load_recipe(file), [], {"epsilon": 1.0}, NONE)
-
-    def test_overrides_without_a_file(self, values: dict[str, Any], file: Path) -> None:
-        change = ["privacy.epsilon=1"]
-        assert recipe_of(file, change, {}, NONE).privacy.epsilon == 1.0
-        with pytest.raises(DprlhfError, match=r"'privacy.epsilon=1' has no effect.*in the recipe"):
-            recipe_of(load_recipe(file), change, {}, NONE)
-        with pytest.raises(DprlhfError, match=r"'privacy.epsilon=1' has no effect.*by name"):
-            recipe_of(None, change, {"epsilon": 8.0}, NONE)
-        stage = SFTRecipe.model_validate(
-            {name: values[name] for name in ("policy", "data", "privacy", "rounds")}
-        )
-        with pytest.raises(DprlhfError, match="has no effect"):
-            train_stage(stage, overrides=change)
 
 
 class TestTrlsNames:
@@ -110,74 +87,6 @@ class TestTrlsNames:
         assert set(overrides_of(words)) == {
             f"update.{k}={json.dumps(v)}" for k, v in update.items()
         }
-
-    @pytest.mark.parametrize(
-        ("flat", "text"),
-        [
-            ({"max_steps": 4}, "argument 'max_steps': write rounds=N: a round is one step$"),
-            ({"num_iterations": 2}, "write update.epochs=N, with update.name=ppo; in Python write"),
-            ({"loss_type": "ppo"}, "loss_type='ppo': give one of grpo, sapo, dr_grpo, dapo, bnpo"),
-            ({"scale_rewards": "batch"}, "spread of the whole batch"),
-            ({"generation_kwargs": {"typical_p": 1}}, "typical_p=1 would change what is sampled"),
-            ({"generation_kwargs": 3}, "write a mapping"),
-            ({"clip_norm": 1.0}, "unknown argument 'clip_norm'; did you mean 'update__clip_norm'"),
-            ({"num_generation": 4}, "unknown argument 'num_generation'; did you mean 'num_genera"),
-            ({"roundss": 4}, "did you mean 'rounds'"),
-            ({"scale_rewards": "none"}, "'update.scale_rewards' is not a setting of this update"),
-            ({"reward_funcs": [length]}, "argument 'reward_funcs': write reward=…"),
-            ({"num_generations": 4, "rollout__responses": 4}, "rollout.responses is given twice"),
-            ({"epsilon": 1.0, "privacy__epsilon": 2.0}, "privacy.epsilon is given twice"),
-            (
-                {"privacy__adjacency": "replace-one", "privacy": {"adjacency": "zero-out"}},
-                "privacy.adjacency is given by itself, and privacy as a whole",
-            ),
-            ({"data__path": "users.csv"}, "train: data.path has no effect with rows in memory"),
-            ({"data": {"limit": 1}}, "train: data.limit has no effect with rows in memory"),
-            (
-                {"update__subspace__rank": 2, "update__subspace": {"rank": 4}},
-                "update.subspace.rank is given by itself, and update.subspace as a whole",
-            ),
-        ],
-    )
-    def test_a_name_without_a_key_says_what_the_command_line_says(
-        self, flat: dict[str, Any], text: str
-    ) -> None:
-        with pytest.raises(DprlhfError, match=text):
-            self.made(**flat)
-
-    def test_a_section_and_keys_of_it_go_together_in_any_order(self) -> None:
-        section = {"responses": 4}
-        for flat in (
-            {"rollout": section, "rollout__temperature": 0.5},
-            {"rollout__temperature": 0.5, "rollout": section},
-        ):
-            rollout = self.made(**flat).rollout
-            assert (rollout.responses, rollout.temperature) == (4, 0.5)
-        assert section == {"responses": 4}  # the program's own
-
-    def test_a_section_may_be_an_object_or_none(self) -> None:
-        public = InMemoryInputs(["a", "b"], length, ["c", "d"], tools=[length])
-        made = recipe_of(
-            None, [], self.FLAT | {
-                "data": recipe.Data(path=IN_MEMORY, max_prompt_tokens=9), "rollout": None,
-                "evaluation": recipe.Evaluation(data=recipe.PublicData(path=IN_MEMORY), prompts=3),
-                "update": recipe.GRPO(clip_norm=0.5),
-            }, public,
-        )  # fmt: skip
-        assert made.data.max_prompt_tokens == 9
-        assert made.update == recipe.GRPO(clip_norm=0.5)
-        assert made.evaluation is not None
-        assert made.evaluation.prompts == 3
-        assert made.rollout.agent is not None
-        for name in ("data", "evaluation", "rollout"):
-            with pytest.raises(DprlhfError, match=f"{name}: give a mapping of its keys"):
-                recipe_of(None, [], self.FLAT | {name: "file.csv"}, public)
-
-    def test_every_refusal_of_the_command_line_is_one_here(self) -> None:
-        for name, text in INSTEAD.items():
-            if name not in {*self.FLAT, "reward_funcs"}:
-                with pytest.raises(DprlhfError, match=re.escape(text)):
-                    self.made(**{name: 1})
 
 
 class TestTheRecipeSaysWhatWasUsed:

@@ -6,12 +6,7 @@ import gzip
 import importlib
 import json
 import logging
-import os
-import re
-import subprocess
-import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,10 +26,10 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import check_form, prompts_in
-from dprlhf.data.spelling import DEPTH, SPACES, names_as_written, written
+from dprlhf.data.spelling import DEPTH, names_as_written, written
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Data, Documents
+from dprlhf.recipe import Data
 
 CANARY = "CANARY my private prompt"
 
@@ -114,12 +109,6 @@ def test_a_key_that_another_row_has_is_not_shown_to_the_chat_template() -> None:
 # ------------------------------------------------------------------------------- the grouping
 
 
-def test_without_a_user_column_every_row_is_a_user() -> None:
-    made = users({"prompt": ["a", "b", "a"]})
-    assert made.count == 3
-    assert prompts_of(made) == [["a"], ["b"], ["a"]]
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -186,11 +175,6 @@ def test_a_name_is_one_persons_where_datasets_has_read_the_files(tmp_path: Path)
     assert Users(rows_from(rows, "prompt"), data).count == 2
 
 
-def test_the_spaces_around_a_name_are_those_of_python() -> None:
-    every = [chr(code) for code in range(sys.maxunicode + 1)]
-    assert sorted(SPACES) == [one for one in every if one.isspace()]
-
-
 def test_one_user_replaced_by_another_moves_nobody_else() -> None:
     # Under ``stream`` every m arrivals make a round: a rank among the sorted names would shift.
     prompts = [f"p{i}" for i in range(6)]
@@ -214,17 +198,6 @@ def test_a_row_without_a_user_is_refused(names: list[Any]) -> None:
         users({"prompt": [CANARY, "b"], "user": names})
 
 
-def test_user_names_of_several_types_are_not_called_missing(tmp_path: Path) -> None:
-    file = tmp_path / "users.jsonl"
-    file.write_text('{"prompt": "a", "user": 170317}\n{"prompt": "b", "user": "2"}\n')
-    data = Data(path=str(file), user_column="user")
-    with pytest.raises(DprlhfError, match=r"'user' mixes types.*: write all .* as text") as caught:
-        Users(load_rows(data), data)
-    assert not re.search("without|170317", str(caught.value))
-    with pytest.raises(DprlhfError, match=r"must hold a text or a number in every row, not lists$"):
-        users({"prompt": ["a", "b"], "user": [["a"], ["b"]]})
-
-
 def test_select_tells_users_slots_and_the_other_columns() -> None:
     made = users(
         {
@@ -242,14 +215,6 @@ def test_select_tells_users_slots_and_the_other_columns() -> None:
     assert len(chosen) == 5
     assert isinstance(made.dropped_prompts, Private)
     assert open_private(made.dropped_prompts) == 1
-
-
-def test_an_empty_round_has_no_prompts() -> None:
-    for rows in ({"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "user": ["x", "x"]}):
-        chosen = users(rows).select(np.array([], dtype=np.int64))
-        assert chosen.prompts == []
-        assert len(chosen.users) == len(chosen.slots) == 0
-        assert all(values == [] for values in chosen.columns.values())
 
 
 @pytest.mark.slow
@@ -473,31 +438,6 @@ def test_a_generator_is_read_as_a_list_is(
     assert not list(tmp_path.iterdir())  # a kill leaves nothing of them
 
 
-@pytest.mark.parametrize("at_once", [1, 10])
-@pytest.mark.parametrize(
-    "rows", [[1, CANARY], [CANARY, {"prompt": "a"}], [{"prompt": 1}, {"prompt": CANARY}]]
-)
-def test_a_generator_of_a_mixture_is_refused_as_a_list_is(
-    rows: list[Any], at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
-    with pytest.raises(DprlhfError, match="rows of one kind") as caught:
-        rows_from(iter(rows), "prompt")
-    assert "CANARY" not in str(caught.value)
-
-
-def test_a_streaming_dataset_keeps_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", 1)
-    kinds = datasets.Features(
-        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])}
-    )
-    rows = {"prompt": [None, "x"], "label": [1, 0]}
-    streaming = datasets.Dataset.from_dict(rows, features=kinds).to_iterable_dataset()
-    made = rows_from(streaming, "prompt")
-    assert made.features == kinds
-    assert made.to_dict() == rows
-
-
 def test_an_error_of_ones_own_generator_is_called_so_and_not_quoted() -> None:
     def fails_later() -> Iterator[Any]:
         yield {"prompt": "a"}
@@ -511,18 +451,6 @@ def test_an_error_of_ones_own_generator_is_called_so_and_not_quoted() -> None:
             rows_from(prompts, "prompt")
         assert "CANARY" not in str(caught.value)
         assert caught.value.__suppress_context__
-
-
-def test_what_the_column_is_made_of_tells_conversations() -> None:
-    message = [{"role": "user", "content": "hi"}]
-    assert users({"prompt": [message]}).conversations
-    assert users({"prompt": [message, [], None]}).conversations
-    assert not users({"prompt": [None, "text"]}).conversations
-    assert not users({"prompt": [1.5, 2]}).conversations
-    with pytest.raises(DprlhfError, match="'prompt' has no value in any row"):
-        users({"prompt": [None]})
-    names = pd.DataFrame({"prompt": pd.Categorical(["a", "b"])})
-    assert not Users(rows_from(names, "prompt"), Data(path="x")).conversations
 
 
 @pytest.mark.parametrize("contents", [["hi", [{"type": "text", "text": "ho"}]], ["hi", "ho"]])
@@ -554,60 +482,6 @@ def test_prompts_that_no_policy_reads_are_refused(prompts: list[Any], told: str)
     assert str(caught.value) == (
         f"data 'here': prompt_column 'prompt' holds {told}: give texts, numbers, or conversations,"
         " which are lists of messages with a role and a content"
-    )
-
-
-def test_completions_that_no_policy_reads_are_refused() -> None:
-    rows = datasets.Dataset.from_dict({"prompt": ["a"], "completion": [[CANARY]]})
-    with pytest.raises(DprlhfError, match="completion_column 'completion' holds lists of string"):
-        Users(rows, Documents(path="here"))
-    assert Users(rows, Documents(path="here", completion_column=None)).count == 1
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_column_whose_decoder_is_missing_is_refused(
-    nested: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every user would be unreadable, and a run would release noise alone."""
-    sound: Any = datasets.Audio()
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "voice": datasets.List(sound) if nested else sound}
-    )
-    clip = {"bytes": b"sound", "path": None}
-    rows = datasets.Dataset(
-        pa.table({"prompt": ["hello"], "voice": [[clip] if nested else clip]}).cast(
-            features.arrow_schema
-        )
-    ).cast(features)
-    decoded: list[Any] = []
-
-    def decode(self: Any, value: dict[str, Any], *rest: Any, **more: Any) -> None:
-        decoded.append(value)
-        raise ImportError("please install 'torchcodec'")
-
-    monkeypatch.setattr(datasets.Audio, "decode_example", decode)
-    with pytest.raises(
-        DprlhfError, match=r"column 'voice' \(Audio\) cannot be decoded .*torchcodec"
-    ):
-        Users(rows, Data(path="here"))
-    assert [value["bytes"] for value in decoded] == [b""]  # no user's
-    monkeypatch.setattr(datasets.Audio, "decode_example", lambda self, value, **rest: "heard")
-    heard = Users(rows, Data(path="here")).select(np.array([0])).columns["voice"]
-    assert heard == [["heard"] if nested else "heard"]
-
-
-def test_an_empty_dataset_and_missing_columns_are_named() -> None:
-    with pytest.raises(DprlhfError, match=r"data 'here': the dataset is empty"):
-        users({"prompt": []})
-    with pytest.raises(DprlhfError) as caught:
-        users({"text": [CANARY], "author": ["a"]})
-    assert str(caught.value) == (
-        "data 'here': there is no column 'prompt' (prompt_column); the columns are text, author"
-    )
-    with pytest.raises(DprlhfError) as caught:
-        users({"prompt": [CANARY]}, user_column="author")
-    assert str(caught.value) == (
-        "data 'here': there is no column 'author' (user_column); the columns are prompt"
     )
 
 
@@ -757,17 +631,6 @@ def test_a_table_that_cannot_be_read_is_refused_without_quoting_it(
     assert caught.value.__suppress_context__
 
 
-def test_a_table_of_an_unknown_library_is_refused() -> None:
-    class Frame:
-        columns = ("prompt", "user")
-
-        def __iter__(self) -> Any:
-            return iter(self.columns)
-
-    with pytest.raises(DprlhfError, match="give a pandas DataFrame"):
-        rows_from(Frame(), "prompt")
-
-
 TALKS: dict[str, list[Any]] = {
     "prompt": [[{"role": "user", "content": text}] for text in ("hello", "bye")],
     "answer": [1, 2],
@@ -802,21 +665,6 @@ def test_rows_are_read_alike_whatever_the_format_of_their_dataset(
         assert open_private(made.traces("user"))[name].tolist() == hashes.tolist()
     assert open_private(made.digest()) == open_private(plain.digest())
     assert rows_from(datasets.Dataset.from_dict(TALKS), "prompt").to_dict() == TALKS
-
-
-def test_a_transform_is_refused() -> None:
-    rows = datasets.Dataset.from_dict(TALKS).with_transform(lambda batch: batch)
-    with pytest.raises(DprlhfError, match=r"prompts: .*transform.*rows\.map"):
-        rows_from(rows, "prompt")
-
-
-@pytest.mark.parametrize(
-    "wrong", [CANARY, 5, None, {"prompt": [CANARY]}], ids=lambda v: type(v).__name__
-)
-def test_what_is_no_list_of_prompts_is_refused(wrong: Any) -> None:
-    with pytest.raises(DprlhfError, match=r"give a list of prompts.* data__path of") as caught:
-        rows_from(wrong, "prompt")
-    assert CANARY not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])
@@ -857,11 +705,6 @@ def test_the_column_that_mixes_types_is_named(
         rows_from(form(rows), "prompt")
     assert "CANARY" not in str(caught.value)
     assert caught.value.__suppress_context__
-
-
-def test_an_empty_list_is_an_empty_dataset() -> None:
-    with pytest.raises(DprlhfError, match="the dataset is empty"):
-        Users(rows_from([], "prompt"), Data(path="in-memory"))
 
 
 # ------------------------------------------------------------------------------------ from disk
@@ -916,16 +759,6 @@ def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(
         assert any(folder.stat().st_mode & 0o077 == 0 for folder in within)
 
 
-def test_a_folder_with_a_file_for_each_split(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    table().to_csv(folder / "train.csv")
-    table("!").to_parquet(folder / "test.parquet")
-    (folder / "README.txt").write_text("notes")
-    assert load_rows(Data(path=str(folder)))["prompt"][:] == ROWS["prompt"]
-    assert load_rows(Data(path=str(folder), split="test"))["prompt"][0] == "a, b!"
-
-
 def test_a_dataset_saved_to_disk(tmp_path: Path) -> None:
     table().save_to_disk(tmp_path / "one")
     assert load_rows(Data(path=str(tmp_path / "one"))).to_dict() == ROWS
@@ -948,28 +781,6 @@ def test_a_part_of_a_split_is_not_read_as_all_of_it(tmp_path: Path, place: str, 
     with pytest.raises(DprlhfError, match="skip and limit") as refused:
         load_rows(Data(path=str(tmp_path / place), split=split))
     assert split in str(refused.value)
-
-
-def test_a_folder_laid_out_as_on_the_hub(tmp_path: Path) -> None:
-    folder = tmp_path / "hub"
-    (folder / "data").mkdir(parents=True)
-    table().to_parquet(folder / "data" / "train-00000-of-00002.parquet")
-    table("!").to_parquet(folder / "data" / "train-00001-of-00002.parquet")
-    table("?").to_parquet(folder / "data" / "test-00000-of-00001.parquet")
-    assert load_rows(Data(path=str(folder)))["prompt"][:] == [
-        *ROWS["prompt"], *(p + "!" for p in ROWS["prompt"]),
-    ]  # fmt: skip
-    assert load_rows(Data(path=str(folder), split="test"))["prompt"][1] == 'say "c"?'
-
-
-@pytest.mark.parametrize("path", ["no.csv", "./folder", "../no.jsonl"])
-def test_a_relative_path_is_said_to_start_here(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DprlhfError, match=r"there is no such file.*: paths start at ") as caught:
-        load_rows(Data(path=path))
-    assert str(caught.value).endswith(str(tmp_path))
 
 
 def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
@@ -1204,36 +1015,6 @@ def test_a_text_of_a_json_file_stays_a_text_whatever_others_have(tmp_path: Path)
         assert read["answer"][:] == answers
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_files_on_the_hub_are_read_as_a_whole_too(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = pd.DataFrame({"prompt": list("abcd"), "user": ["A12", "2024-01-01", "007", "007"]})
-    files = tmp_path / "files"
-    files.mkdir()
-    for number, rows in enumerate((table[:3], table[3:])):
-        if kind == "csv":
-            rows.to_csv(files / f"train-{number}.csv", index=False)
-        else:
-            rows.to_json(files / f"train-{number}.jsonl", orient="records", lines=True)
-    asked = []
-
-    def on_the_hub(load: Callable[..., Any]) -> Callable[..., Any]:
-        def loaded(path: str, name: Any, **options: Any) -> Any:
-            asked.append((path, options.pop("revision")))
-            return load(str(files), name, cache_dir=str(tmp_path / "cache"), **options)
-
-        return loaded
-
-    for name in ("load_dataset", "load_dataset_builder"):
-        monkeypatch.setattr(datasets, name, on_the_hub(getattr(datasets, name)))
-    data = Data(path="org/rows", user_column="user", revision="a" * 40)
-    monkeypatch.setattr("dprlhf.data.loading.check_connection", lambda _: None)
-    assert load_rows(data)["user"][:] == table["user"].tolist()
-    assert load_rows(data.model_copy(update={"split": "train[:75%]"})).num_rows == 3
-    assert set(asked) == {("org/rows", "a" * 40)}
-
-
 def test_a_csv_file_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a.csv").write_text(f"prompt\n{CANARY}\n")
@@ -1252,41 +1033,6 @@ def test_commas_at_the_ends_of_lines_move_no_column(tmp_path: Path) -> None:
         assert "CANARY" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_what_datasets_logs_is_not_shown_where_it_is_imported_for_this(tmp_path: Path) -> None:
-    """Its import sets the level of its log. A command may have had no need of it before."""
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "a", "CANARY": 1, "CANARY": 2}\n{"prompt": "b"}\n')
-    program = (
-        "import sys; from dprlhf.data.loading import load_rows; from dprlhf.recipe import Data\n"
-        "assert 'datasets' not in sys.modules\n"
-        f"load_rows(Data(path={str(file)!r}))"
-    )
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert "DprlhfError" in done.stderr
-    assert "CANARY" not in done.stdout + done.stderr
-
-
-def test_text_and_tab_separated_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one, \ttwo\n\n  three\n", encoding="utf-8")
-    rows = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="question"))
-    assert rows.to_dict() == {"question": ["one, \ttwo", "  three"]}
-    (tmp_path / "train.tsv").write_text('prompt\tuser\na, b\t1\n"c\td"\t2\n')
-    for path in (tmp_path, tmp_path / "train.tsv"):
-        assert load_rows(Data(path=str(path)))["prompt"][:] == ["a, b", "c\td"]
-    (tmp_path / "b.tsv").write_text("prompt\tuser\na\t1\nb\t2\t3\n")
-    with pytest.raises(DprlhfError, match="broken: some lines"):
-        load_rows(Data(path=str(tmp_path / "b.tsv")))
-    same = load_rows(Data(path=str(tmp_path / "a.txt"), prompt_column="text"))  # its name already
-    assert same["text"][0] == rows["question"][0]
-    (tmp_path / "b.txt").write_bytes(b"a\n\xff\n")
-    with pytest.raises(DprlhfError, match="broken: some lines"):
-        load_rows(Data(path=str(tmp_path / "b.txt")))
-
-
 @pytest.mark.parametrize(
     "prompts",
     [
@@ -1303,19 +1049,6 @@ def test_half_a_character_is_replaced_in_its_row_alone(prompts: Any) -> None:
     assert "CANARY?" in str(rows_from(prompts, "prompt")[-1]["prompt"])
     with pytest.raises(DprlhfError, match="mixture"):
         rows_from(["a", 1.5, ["b"]], "prompt")
-
-
-def test_what_arrow_cannot_hold_is_a_text_or_called_by_its_name(tmp_path: Path) -> None:
-    name = uuid.UUID(int=7)
-    for given_ in ([{"prompt": name}], pd.DataFrame({"prompt": [name]})):
-        assert rows_from(given_, "prompt")["prompt"][:] == [str(name)]
-    with pytest.raises(DprlhfError, match="'x' has a whole number beyond 64 bits: write all"):
-        rows_from([{"prompt": "a", "x": 2**63}], "prompt")
-    texts = ["1", str(-(2**63)), str(2**63), "7" * 5_000, '{"y": ' + "7" * 25 + "}", "[" * 9**5]
-    texts[-1] += "]" * 9**5
-    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"prompt": "a", "x": {x}}}' for x in texts))
-    rows = load_rows(Data(path=str(tmp_path / "a.jsonl")))
-    assert rows["x"][:] == [1, -(2**63), str(2**63), "7" * 5_000, {"y": "7" * 25}, None]
 
 
 # ------------------------------------------------------------------------------- conversations
@@ -1376,15 +1109,6 @@ def test_the_rows_that_are_left_out_cut_or_unreadable_are_counted() -> None:
         "beyond": 2, "missing": 1, "empty": 1, "unreadable": 1, "cut": 2,
     }  # fmt: skip
     assert not open_private(users({"prompt": ["fine", "too"]}).left_out(cut))
-
-
-def test_the_count_goes_over_all_users_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("dprlhf.data.users")
-    monkeypatch.setattr(module, "_AT_ONCE", 3)
-    made = users({"prompt": ["long"] * 10})
-    assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 10
-    monkeypatch.setattr(module, "LOOKED_AT", 7)
-    assert open_private(made.left_out(lambda some: [True] * len(some)))["cut"] == 7
 
 
 def conversations_of(*rows: dict[str, Any]) -> Users:

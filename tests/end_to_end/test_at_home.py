@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,6 @@ def csv(folder: Path) -> Any:
     return str(folder / "rows.csv")
 
 
-def jsonl(folder: Path) -> Any:
-    (folder / "rows.jsonl").write_text(lines(ROWS))
-    return str(folder / "rows.jsonl")
-
-
 def parquet(folder: Path) -> Any:
     datasets.Dataset.from_list(ROWS).to_parquet(folder / "rows.parquet")
     return str(folder / "rows.parquet")
@@ -82,10 +76,6 @@ def local_folder(folder: Path) -> Any:
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text(lines(ROWS))
     return str(folder / "data")
-
-
-def generator(folder: Path) -> Any:
-    return (row for row in ROWS)
 
 
 def generator_function(folder: Path) -> Any:
@@ -149,35 +139,6 @@ def test_callbacks_of_transformers_see_what_is_published(model: str, tmp_path: P
         ("end", 2, str(tmp_path / "run")),
     ]
     assert plain == written
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("a.csv", "prompt,who\na,1\nb\nc,2,CANARY\nd,3,4\n", "broken: lines 3, 4, 5"),
-        ("b.jsonl", '{"prompt": "a"}\n{"prompt": CANARY}\n[1]\n', "broken: lines 2, 3"),
-        ("c.jsonl", "CANARY\n" * 9, "broken: lines 1, 2, 3, 4, 5 and 4 more"),
-    ],
-)
-def test_broken_rows_are_named_on_a_terminal_and_not_quoted(
-    tmp_path: Path, name: str, content: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / name).write_text(content)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with pytest.raises(DprlhfError, match=told) as caught:
-        load_rows(Data(path=str(tmp_path / name)))
-    assert "CANARY" not in str(caught.value)
-
-
-def test_rows_without_a_user_are_named_on_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
-    data = Data(path=str(tmp_path / "a.csv"), user_column="who")
-    rows = load_rows(data)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with pytest.raises(DprlhfError, match=r"in every row \(rows 2, 4 have none\)"):
-        Users(rows, data)
 
 
 def test_a_log_is_not_told_which_rows(tmp_path: Path) -> None:

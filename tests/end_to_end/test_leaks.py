@@ -63,11 +63,6 @@ def test_the_canaries_were_there(runs: Path) -> None:
         assert leaks.TEXT in (runs / name / "run/secret/error.txt").read_text()
 
 
-@pytest.mark.parametrize("name", [n for n in SILENT if n not in ("other-data",)])
-def test_what_is_shown_has_no_traceback(name: str, runs: Path) -> None:
-    assert "Traceback" not in (runs / name / "output").read_text()
-
-
 def shape(folder: Path, name: str) -> dict[str, Any]:
     """Return all of a run's public sizes: files, lines, keys, and the lines on the terminal."""
     found: dict[str, Any] = {}

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import tracking
-from accelerate.tracking import GeneralTracker
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
@@ -180,45 +178,6 @@ def test_no_option_adds_a_file(model: str, tmp_path: Path, name: str) -> None:
     folder = reinforced(model, tmp_path / "run", **OPTIONS[name])
     assert unexpected(folder, ALWAYS | REINFORCEMENT) == []
     assert not_public(folder) == []
-
-
-def test_trackers_write_to_one_folder_with_public_times(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Writes(GeneralTracker):  # type: ignore[misc]
-        """A TensorBoard that appends to a file whose name holds the time, as the real one does."""
-
-        name = "tensorboard"
-        requires_logging_directory = True
-        tracker = None
-
-        def __init__(self, project: str, logging_dir: str) -> None:
-            super().__init__()
-            self.folder = Path(logging_dir)
-
-        def start(self) -> None:
-            self.folder.mkdir(exist_ok=True)
-            self.file = self.folder / f"events.out.tfevents.{time.time():010.0f}"
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            self.file.write_text("settings")
-
-        def log(self, values: dict[str, Any], step: int | None, **more: Any) -> None:
-            self.file.write_text(f"{self.file.read_text()}{step} {more}")
-
-        def finish(self) -> None: ...
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Writes)
-    monkeypatch.setattr("dprlhf.runs.trackers.check_installed", lambda names: None)
-    seen: list[list[str]] = []
-    folder = reinforced(
-        model, tmp_path / "run", tracking__report_to="tensorboard",
-        callbacks=[lambda metrics: seen.append(not_public(tmp_path / "run"))],
-    )  # fmt: skip
-    events = {"tracking/events.out.tfevents.0000000000": "a public clock"}
-    assert unexpected(folder, ALWAYS | REINFORCEMENT | events) == []
-    assert [*seen, not_public(folder)] == [[], [], []]
-    assert "walltime" in (folder / next(iter(events))).read_text()
 
 
 @pytest.mark.slow

@@ -19,20 +19,15 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
-from dprlhf.boundary import BoundedSum, open_private
+from dprlhf.boundary import open_private
 from dprlhf.data import users
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Users
-from dprlhf.privacy import partition
-from dprlhf.privacy.correlated_noise import noise_gain
-from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import Data
-from dprlhf.runs.folder import JsonLines, RunFolder
 
 USERS, ROUNDS = 200_000, 10_000
 MECHANISM: dict[str, Any] = {"noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1}
@@ -111,21 +106,6 @@ def test_a_round_of_the_partition_is_a_view_whatever_the_number_of_users() -> No
     assert bytecodes(lambda: allocation.round(ROUNDS)) == bytecodes(lambda: small.round(ROUNDS))
 
 
-def test_poisson_sampling_draws_the_joins_and_not_all_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn, draw = [], partition.uint64_stream
-
-    def stream(*context: Any, count: int) -> Any:
-        drawn.append(count)
-        return draw(*context, count=count)
-
-    monkeypatch.setattr(partition, "uint64_stream", stream)
-    joins = len(open_private(allocate(plan(USERS, "poisson"), bytes(32))).order)
-    assert abs(joins - USERS) < 6 * math.sqrt(USERS)
-    assert joins <= sum(drawn) <= joins + 2**16  # of 2 · 10⁹ pairs
-
-
 # ------------------------------------------------------------------------------- the users
 
 
@@ -200,67 +180,3 @@ def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(tmp_path: 
     assert path.stat().st_size < 1.1 * ROUNDS / 500 * size
     assert held / ROUNDS < 4000
     ledger.close()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what is read")
-def test_a_round_reads_no_more_of_its_journals_after_many_rounds(tmp_path: Path) -> None:
-    """A ledger and two files of lines in a run folder, where each write also sets a file's time."""
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    folder.recipe.write_text("rounds: 1000\n")
-    ledger = Ledger(folder.ledger, {"rounds": 1000, **MECHANISM})
-
-    def round_(t: int) -> None:
-        ledger.charge(t, **MECHANISM)
-        ledger.commit(t)
-        for path in (folder.metrics, folder.secret / "telemetry-0.jsonl"):
-            JsonLines(path).write({"round": t, "values": 60 * "0.123456789 "})
-
-    def bytes_read(action: Callable[[], object]) -> int:
-        def so_far() -> int:
-            return int(Path("/proc/self/io").read_text().split()[1])
-
-        before = so_far()
-        action()
-        return so_far() - before
-
-    for t in range(1, 1000):
-        round_(t)
-    assert min(folder.ledger.stat().st_size, folder.metrics.stat().st_size) > 400_000
-    assert bytes_read(lambda: round_(1000)) < 8 * 2**16
-    ledger.close()
-
-
-@pytest.mark.slow
-def test_correlated_noise_costs_a_round_the_same_at_the_end_as_at_the_start(tmp_path: Path) -> None:
-    rounds = 1000
-    made = make_plan(
-        users=rounds, rounds=rounds, delta=1e-7, epsilon=8.0, partition="fixed", bands=3
-    )
-    ledger = Ledger(tmp_path / "ledger.jsonl", made.terms())
-    gate = Gate(made, ledger, bytes(32))
-
-    def release(first: int, last: int) -> None:
-        for t in range(first, last + 1):
-            gate.release(t, BoundedSum(torch.zeros(1, dtype=torch.float64), made.clip_norm))
-
-    release(1, 20)
-    early = bytecodes(lambda: release(21, 30))
-    release(31, rounds - 20)
-    late = bytecodes(lambda: release(rounds - 19, rounds - 10))  # the last have noise of their own
-    assert late < 1.2 * early
-    ledger.close()
-
-    def gains(rounds: int) -> None:
-        for t in range(1, rounds + 1):
-            noise_gain(rounds, 3, t)
-
-    assert bytecodes(lambda: gains(400)) < 2.2 * bytecodes(lambda: gains(200))
-
-
-def test_the_accounting_of_ten_thousand_rounds_does_not_grow_with_the_users() -> None:
-    few = bytes_of(lambda: plan(2 * ROUNDS, epsilon=4.0)).peak
-    many = bytes_of(lambda: plan(1_000_000, epsilon=4.0)).peak
-    assert many < 1.05 * few
-    assert many < 200 * 1_000_000

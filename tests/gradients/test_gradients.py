@@ -26,7 +26,6 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients import per_user as per_user_module
 from dprlhf.gradients.clipping import (
     ClippedSum,
     Weighted,
@@ -492,30 +491,6 @@ def test_the_end_of_sequence_token_counts_and_nothing_after_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_sum_does_not_depend_on_the_batch_size(kind: tiny.Kind) -> None:
-    policy = policy_of(kind)
-    weighted = weighted_of(batch_of(MIXED, seed=5, shuffled=True), seed=6, extra=2, extra_norm=0.2)
-    ticks: list[int] = []
-    results = [run(policy, weighted, 1.0, size) for size in (1, 2, 5, 64)]
-    for other in results[1:]:
-        assert relative_error(other.bounded.total, results[0].bounded.total) < 1e-12
-        np.testing.assert_allclose(
-            open_private(other.norms), open_private(results[0].norms), rtol=1e-12
-        )
-    clipped_sum(
-        policy,
-        Private(weighted),
-        clip_norm=1.0,
-        batch_size=5,
-        reduce=lambda x: x,
-        tick=ticks.append,
-    )
-    assert sum(ticks) == len(weighted.responses.user)
-    assert len(ticks) > 1
-
-
-@pytest.mark.slow
 def test_in_float32_a_user_alone_in_its_micro_batch_is_the_same_to_the_bit() -> None:
     """Who shares a micro-batch moves the others' gradients by rounding; with size 1 nobody does."""
     policy = policy_of(dtype=torch.float32)
@@ -906,15 +881,6 @@ def test_a_layer_that_mixes_users_is_refused_by_name() -> None:
     PerUserGradients(Net(nn.LayerNorm(6)), {})  # negative control: it looks at one row alone
 
 
-def test_batch_norm_does_mix_users() -> None:
-    """Why it is refused: another row changes this row's output."""
-    net = Net(nn.BatchNorm1d(6)).double().train()
-    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    changed = x.clone()
-    changed[3] += 1
-    assert float((net(x) - net(changed))[0].detach().abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize(
     "layer",
     [
@@ -994,15 +960,6 @@ def test_nothing_is_left_behind_in_the_model() -> None:
         )
     assert hooks_of(policy.model) == before
     assert all(p.requires_grad for p in policy.parameters.values())
-
-
-def test_only_what_is_asked_for_is_differentiated() -> None:
-    net = Net(nn.Identity())
-    x = torch.randn(3, 2, 6)
-    engine = PerUserGradients(net, {"last.weight": net.last.weight}, whole=True)
-    engine.run(lambda: net(x).square().sum(), users=3, rows=3)
-    assert engine.gradients().shape == (3, net.last.weight.numel())
-    assert all(p.grad is None and p.requires_grad for p in net.parameters())
 
 
 def test_a_parameter_that_is_not_used_is_named() -> None:
@@ -1107,26 +1064,3 @@ def test_what_a_left_out_user_holds_does_not_reach_the_sum(one_hot: bool, bad: f
     add_weighted([OuterProducts(left[:1], right[:1])], torch.tensor([0.5]), alone)
     torch.testing.assert_close(total, alone)
     assert float(alone.norm()) > 0
-
-
-def test_gradients_are_joined_up_to_a_limit_and_with_neighbours_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is joined is copied, so the limit bounds the memory."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(5)))
-    engine = PerUserGradients(model, dict(model.named_parameters()))
-    engine._users = 2
-    engine._gradients = {f"{i}.weight": torch.full((2, 4, 4), float(i)) for i in (0, 1, 2, 4)}
-    found = {}
-    for most in (0, 64, 1000):  # nothing; two of them, with 2 · 16 elements each; all
-        monkeypatch.setattr(per_user_module, "_TOGETHER", most)
-        pieces = list(engine._together())
-        found[most] = [(place.start, place.stop) for place, _ in pieces]
-        assert all(x.shape == (2, place.stop - place.start) for place, x in pieces)
-        together = torch.cat([x[0] for _, x in pieces])
-        assert together.tolist() == [float(i) for i in (0, 1, 2, 4) for _ in range(16)]
-    assert found == {
-        0: [(0, 16), (16, 32), (32, 48), (64, 80)],
-        64: [(0, 32), (32, 48), (64, 80)],
-        1000: [(0, 48), (64, 80)],
-    }

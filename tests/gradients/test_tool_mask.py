@@ -14,7 +14,6 @@ from dprlhf.boundary import Private
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates import UPDATES
@@ -22,7 +21,7 @@ from helpers import tiny
 from helpers.autograd import relative_error
 from helpers.batches import Shape, with_tools
 from helpers.policies import policy_of
-from helpers.rounds import flat_gradient, round_of, some_users
+from helpers.rounds import flat_gradient, random_scores, round_of, some_users
 from helpers.rounds import token_logprobs as true_logprobs
 
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=8)
@@ -90,8 +89,7 @@ def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
     tokens = responses.tokens.clone()
     last = tokens.shape[1] - responses.max_new_tokens + lengths - 1
     tokens[rows, last] = torch.where(lengths > 1, 7, tokens[rows, last])
-    values = np.random.default_rng(5).uniform(-3, 3, len(responses.user))
-    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+    scores = random_scores(responses, 5)
     assert bool((tokens != responses.tokens).any())
 
     def released(given: Responses) -> list[torch.Tensor]:
@@ -110,12 +108,11 @@ def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
 
 def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
     policy, responses = policy_of("gpt2"), with_tools(SHAPE, 6)
-    values = np.random.default_rng(6).uniform(-3, 3, len(responses.user))
     settings = recipe.GRPO.model_validate({"name": "grpo", "scale_rewards": False})
-    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+    scores = random_scores(responses, 6)
     made, gate = round_of(policy, responses, scores, clip_norm=1e9)
     UPDATES["grpo"](made, settings)
-    groups = values.reshape(-1, SHAPE.k)
+    groups = scores.values.reshape(-1, SHAPE.k)
     advantages = (groups - groups.mean(1, keepdims=True)).ravel()
     rows = np.bincount(responses.user)[responses.user]
     weights = advantages / rows / responses.policy_mask.sum(1).numpy()
@@ -126,8 +123,7 @@ def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
 
 def test_another_user_changes_its_own_contribution_alone() -> None:
     policy, responses = policy_of("gpt2"), with_tools(SHAPE, 7)
-    values = np.random.default_rng(7).uniform(-3, 3, len(responses.user))
-    scores = Scores(values, np.ones(len(values), dtype=bool), {})
+    scores = random_scores(responses, 7)
 
     def total(given: Responses, weights: NDArray[np.float64]) -> torch.Tensor:
         weighted = Weighted(given, weights, np.zeros((given.users, 0)), 0.0)
@@ -136,7 +132,7 @@ def test_another_user_changes_its_own_contribution_alone() -> None:
         )
         return made.bounded.total
 
-    whole = total(responses, values)
+    whole = total(responses, scores.values)
     fewer, left = some_users(responses, scores, [0, 1, 3])
     without = total(fewer, left.values)
     alone, own = some_users(responses, scores, [2])

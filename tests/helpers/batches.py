@@ -59,6 +59,13 @@ def batch_of(
     )
 
 
+def half_from_base(responses: Responses) -> Responses:
+    """Return the same rows, of which the first half of each prompt's are the base policy's."""
+    k = len(responses.user) // len(responses.prompts)
+    arms = np.tile(np.arange(k) < k // 2, len(responses.prompts))
+    return dataclasses.replace(responses, from_base=arms)
+
+
 def with_tools(shape: Shape, seed: int) -> Responses:
     """Random responses in which a third of the tokens, never the first, came from tools."""
     responses = batch_of(shape, seed)

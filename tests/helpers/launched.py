@@ -1,6 +1,5 @@
 """Whole runs in several processes, for ``test_processes.py``: ``python launched.py FOLDER``.
 
-``python launched.py FOLDER train RECIPE`` launches two processes with this command of ``dprlhf``.
 
 The libraries are imported once; the processes of a launch are forks of this one, connected through
 the same environment variables that torchrun sets. Each leaves what it saw in ``FOLDER``.
@@ -31,7 +30,6 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from transformers import GPT2LMHeadModel  # noqa: F401
 
 import dprlhf
-import dprlhf.cli.app
 import dprlhf.training.reinforcement
 from dprlhf import DprlhfError
 from dprlhf.boundary import Released
@@ -39,7 +37,7 @@ from dprlhf.budget import Book
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.recipe import RewardRecipe, SFTRecipe
-from dprlhf.training import evaluate, reinforcement
+from dprlhf.training import reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
 from helpers.fixed import fix_randomness, prepare_to_fork
@@ -91,7 +89,6 @@ class Seen:
     released: list[str] = dataclasses.field(default_factory=list)
     parameters: list[torch.Tensor] = dataclasses.field(default_factory=list)
     weights_held: int = 0
-    evaluated: list[int] = dataclasses.field(default_factory=list)
     told: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -107,14 +104,13 @@ def spy(owner: Any, name: str, note: Callable[[Any], object]) -> None:
     setattr(owner, name, spied)
 
 
-def watch(dtype: torch.dtype) -> Seen:
-    """Fix the key, compute in ``dtype``, and note what passes."""
+def watch() -> Seen:
+    """Fix the key, compute in float64, and note what passes."""
     seen = Seen()
     fix_randomness()
-    spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.to(dtype))
+    spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.double())
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
-    spy(evaluate, "token_logs", lambda logs: seen.evaluated.append(len(logs.plain)))
     # Sums of two numbers are votes on the layout.
     spy(Processes, "sum", lambda sum_: seen.sums.append(sum_.clone()) if len(sum_) > 2 else None)
     spy(gate, "rounded_gaussian", lambda noise: seen.noise.append(digest(noise)))
@@ -134,11 +130,9 @@ SUBSPACE = {
 }
 
 
-def train(
-    folder: Path, run: str, dtype: torch.dtype = torch.float64, changes: Any = MappingProxyType({})
-) -> None:
+def train(folder: Path, run: str, changes: Any = MappingProxyType({})) -> None:
     """Train, and leave what this process saw in ``<run>-seen-<rank>.pt``."""
-    seen = watch(dtype)
+    seen = watch()
     values = settings(str(folder / "model")) | changes
     result = dprlhf.train(**values, output_dir=folder / run, callbacks=[seen.told.append])
     seen.processes = Processes.connect().count
@@ -208,16 +202,11 @@ def train_until_killed(folder: Path, run: str, rank: str, owner: Any, name: str)
 
 
 def resume(folder: Path, run: str) -> None:
-    watch(torch.float64)
+    watch()
     public = settings("")["evaluation_prompts"]
     dprlhf.resume(
         folder / run, prompts=PROMPTS, reward=reward, evaluation_prompts=public, quiet=True
     )
-
-
-def command(words: list[str]) -> None:
-    sys.argv = ["dprlhf", *words]
-    dprlhf.cli.app.main()
 
 
 def launch(processes: int, folder: Path, name: str, action: Callable[[], None]) -> None:
@@ -261,13 +250,12 @@ def status(action: Callable[[], None]) -> int:
 def main(folder: Path) -> None:
     prepare_to_fork()
     tiny.save(folder / "model")
-    for count in (1, 2, 3):
+    for count in (1, 3):
         launch(count, folder, f"run-{count}", lambda n=count: train(folder, f"run-{n}"))
     for count in (1, 2):
         name = f"guided-{count}"
         launch(count, folder, name, lambda n=name: train(folder, n, changes=SUBSPACE))
     for count in (1, 3):
-        launch(count, folder, f"sft-{count}", lambda n=count: fit(folder, f"sft-{n}"))
         launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))
     os.environ["DPRLHF_BOOK"] = str(folder / "book.db")
     Book.create(os.environ["DPRLHF_BOOK"], "all", epsilon=9.0, delta=1e-2, unit=None)
@@ -275,8 +263,6 @@ def main(folder: Path) -> None:
         launch(2, folder, name, lambda n=name: fit(folder, n))
     del os.environ["DPRLHF_BOOK"]
     launch(2, folder, "shuffled-2", lambda: train_in_another_order(folder, "shuffled-2"))
-    launch(2, folder, "single-2", lambda: train(folder, "single-2", torch.float32))
-    launch(1, folder, "single-1", lambda: train(folder, "single-1", torch.float32))
     # What `accelerate launch` sets for FSDP; the second is its default.
     sharded = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
     os.environ.update(dict.fromkeys(sharded, "true"))
@@ -298,8 +284,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    if words := sys.argv[2:]:
-        launch(2, given, "command", lambda: command(words))
-    else:
-        main(given)
+    main(Path(sys.argv[1]))

@@ -1,10 +1,10 @@
-"""A round without a trainer, and gates that add no noise and remember what they were given."""
+"""A round without a trainer, and a gate that adds no noise and remembers what it was given."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -66,11 +66,22 @@ def round_of(
     return made, gate
 
 
-def token_logprobs(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
-    """log π(token | what stands before it) of one unpadded response, ``[tokens]``."""
+def random_scores(responses: Responses, seed: int = 0) -> Scores:
+    """Return a valid score of each response, between -3 and 3."""
+    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
+    return Scores(values, np.ones(len(values), dtype=bool), {})
+
+
+def token_logprobs(
+    policy: CausalLMPolicy, responses: Responses, row: int, model: Any = None
+) -> torch.Tensor:
+    """log π(token | what stands before it) of one unpadded response, ``[tokens]``.
+
+    Under another model than the policy's where one is given.
+    """
     ids = responses.tokens[row][responses.mask[row].bool()]
     prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
-    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
+    logits = (model or policy.model)(input_ids=ids[None]).logits[0] / policy.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs[range(prompt - 1, len(ids) - 1), ids[prompt:]]
 

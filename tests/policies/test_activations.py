@@ -11,7 +11,6 @@ import pytest
 import scipy.linalg
 import torch
 
-from dprlhf import DprlhfError
 from dprlhf.data.public import HELD_OUT, used_rows
 from dprlhf.policies.activations import RIDGE, align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -100,16 +99,6 @@ def test_the_discriminants_are_those_of_the_generalised_eigenproblem(kinds: str)
     assert np.sqrt(np.mean((inputs @ made) ** 2)) == pytest.approx(top * length, rel=1e-4)
 
 
-def test_the_batch_size_changes_nothing() -> None:
-    made = []
-    for batch_size in (1, 24):
-        policy = policy_of()
-        tokens, mask, classes = rows_of(policy)
-        align_with_activations(policy, tokens, mask, batch_size, classes)
-        made.append(next(m.weight for n, m in policy.model.named_modules() if ".lora_A." in n))
-    assert torch.allclose(*made, rtol=1e-4, atol=1e-6)
-
-
 CONTRAST = {
     "type": "ffa-lora", "target_modules": ["c_attn"], "init": "public-contrast",
     "contrast_column": "kind",
@@ -139,36 +128,6 @@ def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> N
     assert classes == ["a", "b"] * 16
     text = tiny.tokenizer().batch_decode(tokens, skip_special_tokens=True)
     assert [line[0] for line in text] == classes
-
-
-@pytest.mark.parametrize(
-    ("adapter", "kinds", "message"),
-    [
-        ({"contrast_column": "sort"}, "ab", r"no column 'sort'; they have \['kind'\]"),
-        ({"rank": 2}, "ab", "have 2 different values of 'kind'; rank 2 needs 3"),
-        ({}, "a", "have 1 different values of 'kind'; rank 1 needs 2"),
-    ],
-    ids=["column", "rank", "one class"],
-)
-def test_public_rows_that_cannot_be_told_apart_are_refused_before_the_first_charge(
-    tmp_path: Path, adapter: dict[str, Any], kinds: str, message: str
-) -> None:
-    with pytest.raises(DprlhfError, match=message):
-        run_with(tmp_path, CONTRAST | adapter, kinds)
-    assert not (tmp_path / "run" / "ledger.jsonl").exists()
-
-
-def test_an_evaluation_that_takes_all_rows_leaves_none_to_tell_apart(tmp_path: Path) -> None:
-    with pytest.raises(DprlhfError, match="0 public rows have 0 different values of 'kind'"):
-        run_with(tmp_path, CONTRAST, evaluation__prompts=40)
-
-
-@pytest.mark.parametrize(
-    "adapter", [{"init": "public-contrast"}, {"contrast_column": "kind"}], ids=["init", "column"]
-)
-def test_a_contrast_is_named_whole(adapter: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="contrast_column: give both, or neither"):
-        Adapter(**adapter)
 
 
 def test_all_public_rows_are_compared_with_the_users_where_all_may_be_taken() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from dprlhf import DprlhfError, train
+from dprlhf import DprlhfError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
@@ -92,27 +91,6 @@ def test_an_adapter_is_taken_off_again(type_: str) -> None:
     assert make_policy(model, tiny.tokenizer(), Adapter(type="lora")).dimension
 
 
-def test_no_adapter_of_a_program_is_taken_off() -> None:
-    adapted = peft.get_peft_model(tiny.model("gpt2"), peft.LoraConfig(fan_in_fan_out=True))
-    for model in ("gpt2", adapted):
-        adapter_rollback(model)()
-    assert any("lora_A" in name for name, _ in adapted.named_parameters())
-
-
-@pytest.mark.parametrize("type_", ["lora", "ffa-lora"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_linear_goes_with_chosen_layers(kind: tiny.Kind, type_: str) -> None:
-    """PEFT takes the word only where every layer is adapted."""
-
-    def adapted(**settings: Any) -> set[str]:
-        names = make(kind, type_, target_modules="all-linear", **settings).parameters
-        return {name.partition(".lora_")[0] for name in names}
-
-    everywhere = adapted()
-    assert adapted(layers=[-1]) == {name for name in everywhere if f".{LAYERS - 1}." in name}
-    assert adapted(layers=[0, 1]) == everywhere
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_adapter_of_every_recipe_can_be_built(path: Path) -> None:
     policy = load_recipe(path).policy
@@ -131,11 +109,6 @@ def disturb(policy: CausalLMPolicy) -> None:
     with torch.no_grad():
         for parameter in policy.parameters.values():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
-@pytest.mark.parametrize("type_", GPT2)
-def test_dimensions(type_: str) -> None:
-    assert make("gpt2", type_).dimension == GPT2[type_][1]
 
 
 @pytest.mark.slow
@@ -202,27 +175,6 @@ def test_what_is_frozen_and_what_is_trained_follow_from_the_seed_alone(type_: st
         found.append(make_policy(model, tiny.tokenizer(), adapter, seed=3).model.state_dict())
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
-
-
-@pytest.mark.parametrize("type_", ["lora", "ffa-lora"])
-def test_layers_limit_what_is_trained(type_: str) -> None:
-    policy = make("gpt2", type_, layers=[-1])
-    assert policy.parameters
-    assert all(".1." in name for name in policy.parameters)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"type": "peft", "rank": 3}, "rank is for type lora, ffa-lora, not for peft"),
-        ({"type": "lora", "peft": {"peft_type": "VERA"}}, "peft is for type peft, not for lora"),
-        ({"type": "peft", "peft": {"r": 2}}, "peft needs peft: {peft_type"),
-        ({"type": "vera"}, "vera is no type of its own any more: take type: peft"),
-    ],
-)
-def test_a_setting_of_another_type_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Adapter(**settings)
 
 
 @pytest.mark.parametrize(
@@ -316,52 +268,6 @@ def test_an_architecture_that_peft_does_not_know_has_its_projections_adapted(typ
     assert {name.rpartition(".qkv_proj")[0] for name in trained} == {"self_attn"}
     layers = policy.model.named_modules()
     assert not [name for name, _ in layers if "lora_A" in name and "qkv_proj" not in name]
-
-
-@pytest.mark.slow
-def test_phi3_trains_with_the_default_adapter_and_without_a_warning(tmp_path: Path) -> None:
-    phi3().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        train(
-            model=str(tmp_path / "model"), prompts=[f"user {i}" for i in range(8)],
-            reward=lambda completions: [float(len(c)) for c in completions], epsilon=8.0,
-            delta=1e-3, rounds=1, rollout__max_new_tokens=2, output_dir=tmp_path / "run",
-            quiet=True,
-        )  # fmt: skip
-    config = json.loads((tmp_path / "run" / "policy" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["qkv_proj"]
-
-
-def test_a_model_whose_layers_say_nothing_names_them() -> None:
-    model = phi3()
-    for layer in model.model.layers:
-        layer.self_attn.mixing = layer.self_attn.qkv_proj
-        del layer.self_attn.qkv_proj
-    message = r"target_modules: name the layers to adapt of a model of type phi3, .*mixing"
-    with pytest.raises(DprlhfError, match=message):
-        make_policy(model, tiny.tokenizer(), Adapter())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("type_", ["dora", "vera", "norms", "lora on tokens"])
-def test_training_moves_it(type_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train(
-        model=str(tiny.save(tmp_path / "model")),
-        prompts=[f"user {i} says" for i in range(40)],
-        reward=lambda prompts, completions, **_: [float(len(c) % 5) for c in completions],
-        epsilon=8.0,
-        rounds=2,
-        policy__adapter=GPT2[type_][0],
-        rollout__max_new_tokens=4,
-        output_dir=tmp_path / "run",
-        quiet=True,
-    )
-    assert result.plan.guarantee.epsilon <= 8
-    assert ("each user is differentiated alone" in capsys.readouterr().err) == (
-        type_ == "lora on tokens"
-    )
 
 
 @pytest.mark.slow

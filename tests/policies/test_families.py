@@ -80,15 +80,6 @@ def test_a_weight_that_another_module_reads_has_no_adapter() -> None:
     assert any("dt_proj" in name for name in families.policy("jamba", adapter="full").parameters)
 
 
-def test_a_model_that_takes_logits_to_keep_for_nothing_trains() -> None:
-    policy = families.policy("mistral-window")
-    own = policy.network.forward
-    policy.network.forward = lambda *args, logits_to_keep=0, **named: own(*args, **named)
-    [(response, drawn)] = sampled_logprobs(policy, PROMPTS[:1])
-    responses = [response, [5], [6]]
-    torch.testing.assert_close(padded_logprobs(policy, responses)[0], drawn, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("config", "room"),
     [

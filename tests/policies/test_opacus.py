@@ -27,10 +27,3 @@ def test_a_wrapped_model_is_the_one_inside(capsys: pytest.CaptureFixture[str]) -
     after.sum().backward()  # no hook is left that would keep the rows' gradients
     assert not any(hasattr(p, "grad_sample") for p in found.parameters())
     torch.testing.assert_close(after.detach(), before)
-
-
-def test_any_other_model_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.model()
-    assert without_wrapper(model) is model
-    assert without_wrapper("org/model") == "org/model"
-    assert capsys.readouterr().err == ""

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError
 from dprlhf.gradients.per_user import PerUserGradients
-from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.mixing import mixing_layers
@@ -76,16 +71,6 @@ def test_each_users_gradient_is_autograds_of_its_rows(model: str, name: str) -> 
         assert torch.allclose(of_users[user], alone, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
-def test_a_quantised_model_is_another_one_but_close(model: str, name: str) -> None:
-    tokens, mask = rows(2)
-    with torch.no_grad():
-        plain = policy(model, None).response_logprobs(tokens, mask, 5)
-        rounded = policy(model, name).response_logprobs(tokens, mask, 5)
-    assert not torch.equal(plain, rounded)
-    assert torch.allclose(plain, rounded, atol=0.2)
-
-
 def outlier_model(threshold: float) -> torch.nn.Module:
     from bitsandbytes.nn import Linear8bitLt
 
@@ -121,43 +106,3 @@ def test_a_config_is_read_as_it_is_written(name: str) -> None:
     assert read["quantization"] == name
     assert read.get("dtype", "bfloat16") == "bfloat16"
     assert quantization_of(None) == {}
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (BitsAndBytesConfig(load_in_8bit=True), "llm_int8_threshold=0.0"),
-        (BitsAndBytesConfig(), "load_in_4bit=True"),
-        (SimpleNamespace(), "SimpleNamespace is not offered"),
-    ],
-)
-def test_what_is_not_offered_is_refused(config: Any, said: str) -> None:
-    with pytest.raises(DprlhfError, match=said):
-        quantization_of(config)
-
-
-@pytest.mark.parametrize(
-    "adapter", [{"type": "full"}, {"type": "peft", "peft": {"peft_type": "VERA"}}]
-)
-def test_the_base_must_be_frozen(adapter: dict[str, Any]) -> None:
-    values = {"model_name_or_path": "x", "quantization": "nf4", "adapter": adapter}
-    with pytest.raises(ValidationError, match="frozen base"):
-        recipe.Policy.model_validate(values)
-
-
-def test_an_adapter_that_may_read_the_weights_is_refused(model: str) -> None:
-    adapter = {"type": "peft", "peft": {"peft_type": "VERA"}}
-    loaded = policy(model, "int8").model.unload()
-    with pytest.raises(DprlhfError, match="peft does not work with a quantised base"):
-        add_adapter(loaded, recipe.Adapter.model_validate(adapter), seed=0)
-
-
-def test_without_bitsandbytes_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(DprlhfError, match="pip install"):
-        quantization_config("nf4", torch.float32)
-
-
-def test_a_folder_of_a_quantised_run_keeps_the_choice(tmp_path: Path) -> None:
-    values = recipe.Policy(model_name_or_path="x", quantization="nf4").model_dump()
-    assert recipe.Policy.model_validate(values).quantization == "nf4"

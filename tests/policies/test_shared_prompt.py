@@ -15,7 +15,7 @@ from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.policies.shared_prompt import best_shared_rows, most_behind_one_cache, supported
+from dprlhf.policies.shared_prompt import supported
 from dprlhf.recipe import Adapter
 from dprlhf.rollout.decoding import decode
 from helpers import tiny
@@ -137,32 +137,6 @@ def test_other_models_keep_their_rows_apart(model_type: str, settings: dict[str,
     assert not supported(config)
 
 
-def test_a_policy_shares_where_its_model_can() -> None:
-    policy = policy_of("llama")
-    assert policy.shared_rows(4, 16, 16) == 4
-    assert policy.shared_rows(1, 16, 16) == 1
-    policy.model.config.sliding_window = 8
-    assert policy.shared_rows(4, 16, 16) == 1
-
-
-@pytest.mark.parametrize(
-    ("copies", "prompt", "response", "hidden", "best"),
-    [
-        (2, 16, 16, 576, 2),
-        (4, 512, 64, 576, 4),
-        (8, 1024, 64, 4096, 8),
-        (16, 16, 512, 576, 1),  # long responses would attend over one another's places for nothing
-        (16, 64, 256, 576, 2),
-        (1, 64, 64, 576, 1),
-        (7, 64, 16, 576, 7),
-    ],
-)
-def test_sharing_goes_as_far_as_it_saves_work(
-    copies: int, prompt: int, response: int, hidden: int, best: int
-) -> None:
-    assert best_shared_rows(copies, prompt, response, hidden) == best
-
-
 # --- decoding ------------------------------------------------------------------------------------
 
 
@@ -246,23 +220,3 @@ def test_other_users_and_responses_move_no_bit_of_what_is_decoded(
     same = [row for row in range(8) if row != 2]
     assert torch.equal(before[same], other[same])
     assert not torch.equal(before[2], other[2])
-
-
-@pytest.mark.parametrize(
-    ("num_generations", "prompt", "response", "together"),
-    [
-        (2, 16, 16, 2), (32, 16, 16, 2), (32, 128, 16, 16), (32, 512, 16, 32), (6, 32, 16, 3),
-        (8, 16, 128, 1), (1, 512, 16, 1),
-    ],
-)  # fmt: skip
-def test_a_cache_is_shared_while_the_prompt_is_most_of_it(
-    num_generations: int, prompt: int, response: int, together: int
-) -> None:
-    assert most_behind_one_cache(num_generations, prompt, response) == together
-
-
-def test_a_model_that_counts_its_positions_decodes_every_response_apart() -> None:
-    policy = policy_of("llama")
-    assert policy.shared_cache(4, 64, 16) == 4
-    policy.model.config.sliding_window = 8
-    assert policy.shared_cache(4, 64, 16) == 1

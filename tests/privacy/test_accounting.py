@@ -7,11 +7,9 @@ the pld-accounting library, and closed forms of one Gaussian from its two tail p
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,6 @@ from dprlhf.privacy.gaussian import gaussian_deltas
 from dprlhf.privacy.partitions import poisson
 from dprlhf.privacy.partitions.random_allocation import block, compose_blocks
 from dprlhf.privacy.random_allocation import Side
-from dprlhf.runs.measurements import Result, write_results
 
 # ---- ground truth ------------------------------------------------------------------------------
 
@@ -528,21 +525,6 @@ def test_the_curve_of_one_gaussian_is_never_nan() -> None:
     for noise in (5e-324, 1e-3, 1.0, 1e300):
         for eps in (0.0, 1.0, 1e300, 1.7e308):
             assert 0 <= gaussian_delta(noise, eps) <= 1
-
-
-def test_results_are_merged_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "results.json"
-    write_results(path, [Result("a", 1.0, "s"), Result("b", 2.0, "s", "below 3 s", True)])
-    write_results(path, [Result("a", 5.0, "s", "below 3 s", False)])
-    rows = json.loads(path.read_text())
-    assert [(r["name"], r["value"], r["holds"]) for r in rows] == [
-        ("a", 5.0, False),
-        ("b", 2.0, True),
-    ]
-    assert set(rows[0]) == {
-        "name", "value", "unit", "goal", "holds", "command", "machine", "date",
-    }  # fmt: skip
-    assert "Python" in rows[0]["machine"]
 
 
 @pytest.mark.slow

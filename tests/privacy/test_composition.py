@@ -12,7 +12,7 @@ import pytest
 from scipy.special import ndtr
 
 from dprlhf import DprlhfError
-from dprlhf.privacy import composition, random_allocation
+from dprlhf.privacy import composition
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
 from dprlhf.privacy.composition import filter_share, total_epsilon
 from dprlhf.privacy.curves import SIDES, Composed, Losses
@@ -142,26 +142,6 @@ def test_two_hundred_runs_have_a_total_at_once() -> None:
     equal = total_epsilon([GAUSSIAN] * 200, DELTA, apart)
     assert equal.epsilon == epsilon(GAUSSIAN, DELTA).epsilon
     assert "parallel" in equal.accountant
-
-
-@pytest.mark.slow
-def test_equal_runs_cost_no_more_work_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curve of 200 equal runs is evaluated once, and so is its reach."""
-    calls = {"n": 0}
-    real = random_allocation.bracket
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls["n"] += 1
-        return real(*args, **options)
-
-    monkeypatch.setattr(random_allocation, "bracket", counted)
-    work = []
-    for times in (2, 200):
-        calls["n"] = 0
-        random_allocation.delta.cache_clear()
-        total_epsilon([ALLOCATED] * times, DELTA)
-        work.append(calls["n"])
-    assert 0 < work[1] < 1.5 * work[0]
 
 
 def test_more_sets_of_runs_than_can_be_looked_at_cost_what_covers_them_all() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dprlhf.boundary import BoundedSum
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.correlated_noise import UNITS, noise_gain, square_root
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Entry, Ledger
+from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
@@ -182,21 +181,6 @@ def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
         expected = torch.tensor(every[t], dtype=torch.float64) * grid.spacing
         assert torch.equal(released, expected / p.expected_batch_size)
         assert len(gate._noises) == min(bands - 1, t + 1)
-
-
-def test_noise_of_before_charges_had_nonces_is_not_taken_back(ledgers: Any, tmp_path: Path) -> None:
-    """It was drawn otherwise; a run that goes on starts its correlation anew."""
-    p, n = plan(bands=2), 3000
-    body = {"round": 1, "noise_multiplier": 1.5, "clip_norm": 0.5, "releases_per_round": 1}
-    opened = Entry.make(0, "open", p.terms(), 64 * "0")
-    charge = Entry.make(1, "charge", body, opened.hash)
-    lines = [json.dumps(vars(entry)) + "\n" for entry in (opened, charge)]
-    (tmp_path / "ledger.jsonl").write_text("".join(lines))
-    gate = Gate(p, ledgers(p), KEY)
-    rows = [value_of(gate.release(t, zeros(p, n))) * p.expected_batch_size for t in (2, 3)]
-    whitened = dense(ROUNDS, 2)[1:3, 1:3] @ torch.stack(rows).numpy() / p.noise_std
-    assert stats.kstest(whitened.ravel(), "norm").pvalue > 1e-3
-    assert abs(np.corrcoef(whitened)[0, 1]) < 5 / np.sqrt(n)
 
 
 def test_a_release_is_the_gaussian_mechanism_on_the_factored_sums_rounded(tmp_path: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dprlhf.cli.app import app
 from dprlhf.privacy import cross_check
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.cross_check import answers
@@ -118,37 +114,3 @@ def test_nobody_states_random_allocation_under_replace_one_for_less() -> None:
     assert ours.epsilon is not None
     assert {a.kind for a in others} <= {"cannot", "not installed"}
     assert all(a.epsilon is None and a.note for a in others)
-
-
-def test_what_is_not_installed_or_fails_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "dprlhf.privacy.cross_check.importlib.util.find_spec",
-        lambda name: None if name == "opacus" else real(name),
-    )
-
-    def broken(mechanism: Mechanism, delta: float) -> Any:
-        raise TypeError("another version")
-
-    monkeypatch.setitem(cross_check.ACCOUNTANTS, "pld-accounting", ("PLD_accounting", broken))
-    said = {a.accountant: a for a in answers(Mechanism(1.0, 4, "fixed"), DELTA)}
-    assert said["opacus, PRV"].kind == "not installed"
-    assert said["pld-accounting"].note == "TypeError: another version"
-    assert said["dp-accounting, analytic Gaussian"].epsilon == pytest.approx(
-        gaussian_epsilon(1.0, DELTA)
-    )
-
-
-@pytest.mark.slow
-def test_the_command_prints_them_side_by_side() -> None:
-    base = ["privacy", "epsilon", "--users", "100", "--rounds", "4", "--delta", "1e-5", "--check"]
-    plan = [*base, "--noise-multiplier", "1", "--partition", "fixed"]
-    shown = CliRunner().invoke(app, plan)
-    assert shown.exit_code == 0
-    for name in ("dprlhf", *cross_check.ACCOUNTANTS):
-        assert any(line.startswith(name) for line in shown.stdout.splitlines()), name
-    parsed = json.loads(CliRunner().invoke(app, [*plan, "--json"]).stdout)
-    assert len(parsed["check"]) == 1 + len(cross_check.ACCOUNTANTS)
-    assert math.isclose(parsed["check"][0]["epsilon"], parsed["epsilon"])
-    refused = CliRunner().invoke(app, [*base, "--round-epsilon", "1"])
-    assert refused.exit_code != 0

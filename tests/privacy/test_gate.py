@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dprlhf.privacy import gate as module
 from dprlhf.privacy import rounded_gaussian
 from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Entry, Ledger, new_nonce, read_ledger
+from dprlhf.privacy.ledger import Ledger, new_nonce, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.rounded_gaussian import grid_of
 from helpers.rounds import value_of
@@ -211,22 +210,6 @@ def test_a_restored_run_folder_draws_fresh_noise(
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
     shown = difference_after_restoring(tmp_path, one.clone(), other.clone(), p)
     assert has_std(shown, math.sqrt(2) * 1.5 * 0.4 / (square_root(4, p.bands)[1, 0]))
-
-
-def test_a_ledger_from_before_nonces_goes_on(tmp_path: Path) -> None:
-    p = plan()
-    body = {"round": 1, "noise_multiplier": 1.5, "clip_norm": 0.4, "releases_per_round": 1}
-    opened = Entry.make(0, "open", p.terms(), 64 * "0")
-    charge = Entry.make(1, "charge", body, opened.hash)
-    lines = [json.dumps(vars(entry), sort_keys=True) + "\n" for entry in (opened, charge)]
-    (tmp_path / "ledger.jsonl").write_text("".join(lines))
-    gate = Gate(p, Ledger(tmp_path / "ledger.jsonl", p.terms()), KEY)
-    with pytest.raises(DprlhfError, match="charged before"):
-        gate.release(1, zeros(p))
-    gate.release(2, zeros(p))
-    gate.ledger.close()
-    charges = [e for e in read_ledger(tmp_path / "ledger.jsonl") if e.kind == "charge"]
-    assert ["nonce" in e.body for e in charges] == [False, True]
 
 
 # --------------------------------------------------------------------------------- the noise

@@ -6,9 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,19 +66,6 @@ def test_every_charge_has_a_nonce_of_the_operating_system(
     assert asked == [32]
     assert len(set(nonces)) == 3
     assert all(len(bytes.fromhex(nonce)) == 32 for nonce in nonces)
-
-
-def test_the_hash_of_a_charge_follows_from_its_nonce(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashes = []
-    for nonce in ("one", "another"):
-        monkeypatch.setattr(module, "new_nonce", lambda nonce=nonce: nonce)
-        path.unlink(missing_ok=True)
-        ledger = Ledger(path, TERMS)
-        hashes.append(charge(ledger, 1).hash)
-        ledger.close()
-    assert hashes[0] != hashes[1]
 
 
 # ------------------------------------------------------------------------------- durability
@@ -167,20 +151,6 @@ def test_a_last_line_of_zero_bytes_counts_as_torn(path: Path) -> None:
 # -------------------------------------------------------------------------------- no space
 
 
-def fail_write(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self._file = file
-
-        def write(self, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-    monkeypatch.setattr(ledger, "_file", Full(ledger._file))
-
-
 def fail_half_way(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __init__(self, file: Any) -> None:
@@ -204,7 +174,7 @@ def fail_fsync(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-@pytest.mark.parametrize("fail", [fail_write, fail_half_way, fail_fsync])
+@pytest.mark.parametrize("fail", [fail_half_way, fail_fsync])
 def test_a_full_disk_leaves_the_ledger_as_it_was(
     path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None]
 ) -> None:
@@ -219,21 +189,6 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(
     again = reopened(path)  # the lock went with the file
     charge(again, 3)
     assert again.charged == {1, 2, 3}
-
-
-def test_a_real_limit_on_the_file_size_leaves_the_ledger_as_it_was(path: Path) -> None:
-    before = written(path, 2)
-    ledger = reopened(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))  # 40 bytes get through
-    try:
-        with pytest.raises(DprlhfError) as caught:
-            charge(ledger, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.strerror(errno.EFBIG) in str(caught.value)
-    assert path.read_bytes() == before
-    charge(reopened(path), 3)
 
 
 def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(
@@ -290,14 +245,6 @@ def test_rounds_are_charged_once_in_increasing_order(path: Path) -> None:
     for t in range(7):
         with pytest.raises(DprlhfError):
             charge(again, t)
-
-
-def test_a_ledger_that_another_process_has_just_made_is_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written(path)
-    monkeypatch.setattr(Path, "exists", lambda self: False)  # as it was a moment ago
-    assert reopened(path).charged == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -392,32 +339,6 @@ def test_a_second_opening_is_refused_until_the_first_is_closed(path: Path) -> No
     charge(first, 2)
     first.close()
     assert reopened(path).charged == {1, 2}
-
-
-def test_another_process_is_refused(path: Path) -> None:
-    program = (
-        "import json, sys, pathlib\n"
-        "from dprlhf.errors import DprlhfError\n"
-        "from dprlhf.privacy.ledger import Ledger\n"
-        "try:\n"
-        "    Ledger(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])).charge(\n"
-        "        1, noise_multiplier=0.8, clip_norm=1.0)\n"
-        "except DprlhfError as error:\n"
-        "    sys.exit(str(error))\n"
-    )
-    command = [sys.executable, "-c", program, str(path), json.dumps(TERMS)]
-    first = Ledger(path, TERMS)
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "another process is using this run" in refused.stderr
-    assert first.charged == read_charged(path) == frozenset()
-    first.close()
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    assert read_charged(path) == {1}
-
-
-def read_charged(path: Path) -> frozenset[int]:
-    return frozenset(e.body["round"] for e in read_ledger(path) if e.kind == "charge")
 
 
 def test_the_torn_tail_of_a_running_process_is_left_alone(path: Path) -> None:

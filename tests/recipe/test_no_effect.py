@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,31 +36,3 @@ def test_a_changed_setting_that_changes_nothing_is_told(
     assert len(found) == len(expected)
     for sentence, start in zip(found, expected, strict=True):
         assert sentence.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("sufficient-statistics", {"steps": 2, "step_size": 0.1}, ["steps", "step_size"]),
-        ("sufficient-statistics", {"damping": 0.1, "sketch": 4}, []),
-        ("projected-sgd", {"damping": 0.1}, ["damping"]),
-        ("improper-batch-sgd", {"steps": 2, "step_size": 0.1, "gain": 2.0}, []),
-    ],
-)
-def test_an_oracle_has_settings_of_its_own(
-    name: str, value: dict[str, Any], told: list[str]
-) -> None:
-    update = {"name": "npg", "oracle": {"name": name, **value}}
-    found = without_effect(recipe_of(update=update))
-    assert found == [
-        f"update.oracle.{key} has no effect with update.oracle.name {name}" for key in told
-    ]
-
-
-def test_a_file_has_no_split(tmp_path: Path) -> None:
-    file = tmp_path / "rows.csv"
-    file.write_text("prompt\nwhy\n")
-    told = "has no effect on a single file, all of whose rows are read"
-    given = {"path": str(file), "split": "test", "name": "plain"}
-    assert without_effect(recipe_of(data=given)) == [f"data.name {told}", f"data.split {told}"]
-    assert not without_effect(recipe_of(data={"path": str(tmp_path), "split": "test"}))

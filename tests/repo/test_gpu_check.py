@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[2] / "scripts/gpu_check.sh"
 
 # Answers as an interpreter with a GPU would; {tests} is the exit status of the tests.
@@ -44,40 +42,6 @@ def check(folder: Path, *options: str, **answers: str) -> subprocess.CompletedPr
     return subprocess.run(
         ["bash", str(SCRIPT), *options], capture_output=True, text=True, timeout=60, check=False
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--fast"], "unknown option '--fast'; see --help"),
-        (["--out"], "--out needs a value"),
-        (["--wheels", "/no/such"], "--wheels: there is no folder '/no/such'"),
-        (["--python", "no-such-python"], "--python: not found"),
-        (["--minutes", "3.5"], "--minutes: '3.5' is no number from 1 to 99"),
-    ],
-    ids=["unknown", "value", "wheels", "python", "minutes"],
-)
-def test_a_wrong_call_is_one_line(tmp_path: Path, options: list[str], message: str) -> None:
-    done = check(tmp_path, *options)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(f"gpu_check: {message}")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("probe", "message"),
-    [
-        ("echo 'none: torch 2.13.0+cpu'", "no GPU that torch can use (torch 2.13.0+cpu); run this"),
-        ("echo 'No module named torch' >&2; exit 1", "cannot import torch (No module named torch)"),
-    ],
-    ids=["gpu", "torch"],
-)
-def test_without_a_gpu_or_torch_it_does_not_start(tmp_path: Path, probe: str, message: str) -> None:
-    done = check(tmp_path, probe=probe)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stdout == ""
 
 
 def test_the_table_comes_last(tmp_path: Path) -> None:

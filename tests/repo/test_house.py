@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -81,35 +80,7 @@ def test_docstrings_are_sentences(modules: dict[str, ast.Module]) -> None:
     assert not poor, "\n".join(poor)
 
 
-SHIPPED_WITH_THE_SOURCE = {"cli.bench"}
 """Modules whose texts may name them: ``bench`` has a checkout."""
-
-
-def test_messages_name_no_page_that_an_installed_package_lacks(
-    modules: dict[str, ast.Module],
-) -> None:
-    """docs/ and recipes/ are in the repository, not in the wheel."""
-    found = [
-        f"{name}: {text}"
-        for name, tree in modules.items()
-        if name.removeprefix("dprlhf.") not in SHIPPED_WITH_THE_SOURCE
-        and not name.startswith("dprlhf.papers")
-        for text in texts_of(tree)
-        if re.search(r"\b(docs|recipes)/\w+", text)
-    ]
-    assert not found, "\n".join(found)
-
-
-def texts_of(tree: ast.Module) -> list[str]:
-    """Return the texts that are no docstrings, nor notes on the line above them."""
-    notes = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in notes]
-    return [n.value for n in texts if isinstance(n.value, str)]
-
-
-def test_a_text_is_told_from_a_docstring() -> None:
-    tree = ast.parse('"""See docs/a.md."""\nx = 1\n"""docs/b.md"""\nraise E("see docs/c.md")')
-    assert texts_of(tree) == ["see docs/c.md"]
 
 
 # --- what reads the house sees what it should ------------------------------------------------
@@ -154,62 +125,6 @@ def test_a_longer_circle_is_seen_and_a_chain_is_none() -> None:
 def test_the_root_is_above_everything() -> None:
     modules = read(privacy__gate="from dprlhf import train") | {"dprlhf": ast.parse("")}
     assert len(house.upward(house.read_arrows(modules))) == 1
-
-
-def test_lines_and_branches_are_counted() -> None:
-    text = '''
-def f(x):
-    """Do something.
-
-    At length.
-    """
-    if x:
-        pass
-    elif x > 1:
-        pass
-    else:
-        for _ in x:
-            pass
-    try:
-        pass
-    except A:
-        pass
-    finally:
-        pass
-
-class C:
-    def g(self):
-        return 1
-'''
-    f, g = house.read_functions(read(m=text))
-    assert f == house.Function("dprlhf.m.f", 14, 18, 6)
-    assert g == house.Function("dprlhf.m.C.g", 2, 2, 0)
-
-
-def test_poor_docstrings_are_seen() -> None:
-    text = '''
-x: int = 1
-"""J."""
-def f():
-    """Of the run."""
-class C:
-    """A class.
-
-    Attributes:
-        a: of the sampling.
-        b: Share of users.
-    """
-    def g(self):
-        """One."""
-    def h(self):
-        """Return the share of users."""
-'''
-    assert house.poor_docstrings(read(m=text)) == [
-        "dprlhf.m.x: J.",
-        "dprlhf.m.f: Of the run.",
-        "dprlhf.m.C: a: of the sampling.",
-        "dprlhf.m.C.g: One.",
-    ]
 
 
 # --- ceilings that only go down ------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import functools
-import itertools
-import pkgutil
 import re
 import shlex
 import shutil
@@ -122,17 +120,6 @@ def killed(command: str, folder: Path) -> None:
         dprlhf.train(path, overrides=overrides, output_dir=target, callbacks=[stop], quiet=True)
 
 
-def test_the_example_reward_can_teach() -> None:
-    """Answers of 32 tokens lie well inside the range that scores are clipped to."""
-    line = "return [3 - len(text.encode()) / 50 for text in completions]"
-    for file in ("README.md", "examples/my_rewards.py"):
-        assert line in (ROOT / file).read_text(), file
-    made: dict[str, Any] = {}
-    exec((ROOT / "examples/my_rewards.py").read_text(), made)
-    scores = made["brevity"](prompts=[], completions=["a" * n for n in (32, 100, 140, 180, 280)])
-    assert all(-3 < later < earlier - 0.5 < 3 for earlier, later in itertools.pairwise(scores))
-
-
 def launch(command: str) -> int:
     """Run a command of ``accelerate`` in two processes of its own, each of which has a share."""
     done = python(
@@ -145,14 +132,6 @@ def launch(command: str) -> int:
         "telemetry-0.jsonl", "telemetry-1.jsonl",
     }  # fmt: skip
     return done.returncode
-
-
-def test_what_is_missing_is_noticed(tmp_path: Path) -> None:
-    step = newcomer.Task("x", ["dprlhf report a --out r.html"])
-    assert newcomer.run(step, tmp_path, lambda command: 0) == f"no file from: {step.commands[0]}"
-    assert newcomer.run(step, tmp_path, lambda command: 3) == f"exit status 3: {step.commands[0]}"
-    step = newcomer.Task("x", ["dprlhf train r.yaml --output-dir runs/a"])
-    assert "no adapter in a" in str(newcomer.run(step, tmp_path, lambda command: 0))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -219,10 +198,6 @@ def test_the_guide_to_trl_has_what_is_refused() -> None:
     assert "mixtures of experts train without" in table
 
 
-def reference(name: str) -> str:
-    return generated()[ROOT / "docs/reference" / f"{name}.md"]
-
-
 @functools.cache
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as mkdocs makes them."""
@@ -247,47 +222,9 @@ def test_the_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(generated().get(file) or file.read_text()), target
 
 
-def test_the_site_links_to_its_own_pages_only() -> None:
-    """Links to other files of the repository become plain text: the site does not have them."""
-    import docs_pages
-
-    docs = ROOT / "docs"
-    for page in docs.rglob("*.md"):
-        if docs / "results" in page.parents:
-            continue
-        shown = docs_pages.on_page_markdown(page.read_text())
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", shown):
-            if not re.match(r"[a-z]+:", target):
-                assert (page.parent / target).resolve().is_relative_to(docs), f"{page}: {target}"
-
-
-def test_the_python_reference_names_what_exists() -> None:
-    text = (ROOT / "docs/reference/api.md").read_text()
-    entries = re.findall(
-        r"^::: ([\w.]+)\n(?:    options:\n      members: \[(.+)\])?", text, re.MULTILINE
-    )
-    assert len(entries) > 5
-    for name, members in entries:
-        found = pkgutil.resolve_name(name)
-        for member in members.split(", ") if members else []:
-            assert getattr(found, member).__doc__, f"{name}.{member}"
-
-
 def test_every_page_is_in_the_navigation() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
     pages = {*(ROOT / "docs").rglob("*.md"), *generated()}
     files = {p.relative_to(ROOT / "docs").as_posix() for p in pages}
     assert named == {f for f in files if not f.startswith("results/")}
-
-
-def test_the_reference_names_every_key_and_command() -> None:
-    keys, commands = reference("recipes"), reference("commands")
-    for key in ("`update.clip_norm`", "`policy.adapter.rank`", "`data.chosen_column`"):
-        assert key in keys
-    empty = re.findall(r"^\| `([^`]+)` \|.*\|  \|$", keys, re.MULTILINE)
-    assert not empty, f"keys without a word about them: {empty}"
-    for command in ("dprlhf sft", "dprlhf privacy total", "dprlhf reward-check"):
-        assert f"## `{command}`" in commands
-    for row in ("| `--num_generations` | `rollout.responses` |", "| `--use_peft` | not needed"):
-        assert row in commands

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 import dprlhf
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import supply
 
 SOURCES = sorted(Path(dprlhf.__file__).parent.rglob("*.py"))
 
@@ -126,63 +124,3 @@ def test_hub_telemetry_is_off_unless_asked_for() -> None:
             command, capture_output=True, text=True, check=True, env=plain | given
         )
         assert done.stdout.strip() == off
-
-
-PLANTED = {
-    "a private key": "-----BEGIN RSA PRIVATE" + " KEY-----",
-    "an AWS key": "AKIA" + "IOSFODNN7EXAMPLE",
-    "a Hugging Face token": "hf_" + "a1B2" * 9,
-    "a GitHub token": "ghp_" + "a1B2" * 9,
-    "a key of an LLM service": "sk-" + "a1B2" * 6,
-    "a Slack token": "xoxb-" + "123456789012",
-    "a Google key": "AIza" + "a1B2" * 8 + "a1B",
-    "a PyPI token": "pypi-" + "a1B2" * 13,
-    "a web token": "eyJ" + "a1B2" * 5 + "." + "a1B2" * 5 + "." + "a1B2" * 5,
-    "a password in a URL": "https://me:hunter22" + "@example.org",
-    "a value that is called a secret": "wandb_api_key = " + "'0123456789abcdef'",
-}
-
-
-@pytest.mark.parametrize("kind", supply.SECRETS)
-def test_each_kind_of_secret_is_found_and_not_shown(kind: str) -> None:
-    text = f"first line\nx = {PLANTED[kind]}\n"
-    (found,) = [line for line in supply.found_in("a.py", text.encode()) if kind in line]
-    assert found == f"a.py:2: {kind}"
-
-
-@pytest.mark.parametrize("name", ["run/secret/key", ".env", "a/.netrc", "id_rsa", "x.pem"])
-def test_files_that_are_secret_by_name(name: str) -> None:
-    assert list(supply.found_in(name, b"\0"))
-    assert not list(supply.found_in("src/dprlhf/privacy/ledger.py", b"x = 1"))
-
-
-def test_the_tracked_files_are_scanned(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    (tmp_path / "a.py").write_text(PLANTED["an AWS key"])
-    (tmp_path / "b.py").write_text(PLANTED["an AWS key"])
-    git("add", "a.py")
-    assert supply.scan(tmp_path) == ["a.py:1: an AWS key"]
-
-
-def package(**values: object) -> dict[str, object]:
-    return {"name": "x", "version": "1", "vulns": [], **values}
-
-
-@pytest.mark.parametrize(
-    ("answer", "words", "good"),
-    [
-        ("", "not reachable, skipped", True),
-        ("{}", "not reachable, skipped", True),
-        ([{"name": "x", "skip_reason": "not found"}], "not reachable, skipped", True),
-        ([package(), {"name": "y", "skip_reason": "no"}], "1 packages without", True),
-        ([package(vulns=[{"id": "CVE-1"}])], "x 1: CVE-1", False),
-    ],
-)
-def test_what_pip_audit_says(answer: object, words: str, good: bool) -> None:
-    text = answer if isinstance(answer, str) else json.dumps({"dependencies": answer})
-    line, found = supply.verdict(text)
-    assert words in line
-    assert found is good

@@ -6,24 +6,20 @@ import dataclasses
 import functools
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-import yaml
 from numpy.typing import NDArray
 from transformers import (
     GenerationConfig,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
     Phi3Config,
     Phi3ForCausalLM,
 )
 
-from dprlhf import DprlhfError, recipe, resume, train
+from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompt
 from dprlhf.gradients.clipping import Weighted
@@ -34,13 +30,12 @@ from dprlhf.privacy import randomness
 from dprlhf.rollout import (
     Responses,
     decoding,
-    public_sampling_settings,
     resolve_batch_size,
     sample,
     sample_responses,
     sampling,
 )
-from dprlhf.rollout.decoding import bytes_per_row, decode, inverse_cdf
+from dprlhf.rollout.decoding import decode, inverse_cdf
 from dprlhf.rollout.logprobs import token_logprobs
 from helpers import kernels, tiny
 from helpers.marks import slow
@@ -256,29 +251,6 @@ def test_positions_that_turn_on_the_longest_row_are_out_of_reach() -> None:
         policy.check_context_length(17, "17 tokens are", "the model")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "responses", "most", "size"),
-    [
-        (160, 1, 96, 80),
-        (32, 4, 96, 64),
-        (33, 4, 96, 68),
-        (5, 1, 96, 5),
-        (8, 4, 2, 2),
-        (0, 4, 96, 4),
-    ],
-)
-def test_public_prompts_fill_few_micro_batches_of_one_size(
-    prompts: int, responses: int, most: int, size: int
-) -> None:
-    spec = recipe.Rollout(responses=2, batch_size=most, max_new_tokens=4)
-    settings = public_sampling_settings(spec, prompts, responses)
-    assert (settings.batch_size, settings.responses) == (size, responses)
-    if prompts and size >= responses:
-        batches = -(-prompts * responses // size)
-        assert batches == -(-prompts * responses // most)
-        assert batches * size - prompts * responses < batches * responses
-
-
 def test_a_private_micro_batch_is_as_large_with_fewer_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,15 +273,6 @@ def test_a_response_ends_where_its_room_does() -> None:
     whole, short = (decode(policy_of(), prompts, uniforms, width=4, room=room)
                     for room in (None, [2, 5]))  # fmt: skip
     assert short == [row[:most] for row, most in zip(whole, (2, 5), strict=True)] != whole
-
-
-def test_a_model_that_keeps_no_keys_and_values_is_refused_by_name() -> None:
-    config = OpenAIGPTConfig(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)
-    adapter = recipe.Adapter(target_modules=["c_attn"])
-    policy = make_policy(OpenAIGPTLMHeadModel(config), tiny.tokenizer(), adapter)
-    uniforms = torch.full((1, 2, 3), 0.5, dtype=torch.float64)
-    with pytest.raises(DprlhfError, match="OpenAIGPTLMHeadModel returns no keys and values"):
-        decode(policy, [[1, 2]], uniforms, width=4)
 
 
 def test_no_users_no_responses() -> None:
@@ -490,21 +453,6 @@ def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(
         np.testing.assert_allclose(measured[row, :count], expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow
-def test_rows_of_the_base_model_are_likelier_under_it() -> None:
-    policy, responses = policy_of(), many("gpt2")
-    rows = np.flatnonzero(responses.prompt == 0)[MANY - 300 : MANY + 300]
-    of_rows = []
-    with torch.no_grad():
-        for context in (policy.base, torch.no_grad):
-            with context():
-                logprobs = policy.response_logprobs(responses.tokens[rows], responses.mask[rows], 2)
-            of_rows.append((logprobs * responses.response_mask[rows]).sum(1))
-    gap = (of_rows[0] - of_rows[1]).reshape(2, 300).mean(1)
-    assert gap[0] > 0.1  # a Kullback–Leibler divergence
-    assert gap[1] < -0.1
-
-
 # --- the end of a response, and prompts of all kinds ----------------------------------------------
 
 
@@ -532,18 +480,6 @@ def test_an_empty_prompt_becomes_the_end_token_and_a_long_one_keeps_its_end() ->
     assert ids[0][mask[0].bool()].tolist() == [EOS]
     assert ids[2][mask[2].bool()].tolist() == tiny.tokenizer()("6789")["input_ids"]
     assert policy.encode(["0123"], 4) == [tiny.tokenizer()("0123")["input_ids"]]
-
-
-def test_a_conversation_goes_through_the_chat_template() -> None:
-    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())
-    policy.tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    chat: Prompt = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    ids = tiny.tokenizer()("<system>be<user>hi<assistant>")["input_ids"]
-    assert policy.encode([chat, "hi"], 64) == [ids, tiny.tokenizer()("hi")["input_ids"]]
-    assert policy.encode([chat], 5) == [ids[-5:]]
 
 
 def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -576,75 +512,3 @@ def auto(policy: CausalLMPolicy, rows: float) -> int:
     size = resolve_batch_size(spec, policy, rows=rows, max_prompt_tokens=30).batch_size
     assert isinstance(size, int)
     return size
-
-
-@pytest.mark.parametrize(
-    ("rows", "size"), [(1, 1), (2, 2), (33, 64), (64, 64), (64.5, 128), (9999, 128)]
-)
-def test_the_size_on_a_cpu_follows_from_the_rows_of_a_round(rows: float, size: int) -> None:
-    assert auto(policy_of(), rows) == size
-    given = recipe.Rollout(batch_size=48)
-    assert resolve_batch_size(given, policy_of(), rows=rows, max_prompt_tokens=30) == given
-
-
-def test_the_size_on_a_gpu_is_what_half_of_its_memory_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy = policy_of("llama", torch.float32)
-    monkeypatch.setattr(CausalLMPolicy, "device", torch.device("cuda:1"))
-    each = bytes_per_row(policy, 1 + 32 + 16)
-    # The last row: an earlier run of the process has given back most of what torch holds.
-    for free, held, used, size in (
-        (2 * 200 * each, 0, 0, 128),
-        (2 * 256 * each, 0, 0, 256),
-        (each, 0, 0, 1),
-        (each, 600 * each, 80 * each, 256),
-    ):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, held=held: held)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, used=used: used)
-        assert auto(policy, rows=10**6) == size
-        assert auto(policy, rows=100) == min(size, 128)
-
-
-def test_a_row_holds_its_cache_its_prefill_and_its_logits() -> None:
-    """Two layers, two key-value heads of 8, hidden 32, inner 64, 257 tokens."""
-    policy = policy_of("llama", torch.float32)
-    cache, prefill = 2 * (2 * 2 * 2 * 8) * 49, (8 * 32 + 3 * 64) * 49
-    assert bytes_per_row(policy, 49) == 4 * (cache + prefill + 257) + 16 * 257
-    assert bytes_per_row(policy_of("gpt2", torch.float32), 49) > 4 * 2 * 2 * 2 * 32 * 49
-
-
-def test_a_run_keeps_the_size_that_it_started_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-
-    def spy(policy: Any, prompts: Any, rollout: Any, **named: Any) -> Any:
-        sizes.append(rollout.batch_size)
-        return sample_responses(policy, prompts, rollout, **named)
-
-    from dprlhf.rollout import sample_responses
-
-    monkeypatch.setattr("dprlhf.training.reinforcement.sample_responses", spy)
-    users = [f"{i} is" for i in range(24)]
-    folder = tmp_path / "run"
-
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        return [float(len(text)) / 10 for text in completions]
-
-    def stop(metrics: Any) -> None:
-        if metrics["round"] == 1:
-            raise DprlhfError("stop here")
-
-    with pytest.raises(DprlhfError, match="stop here"):
-        train(
-            model=str(tiny.save(tmp_path / "model")), prompts=users, reward=reward, epsilon=8.0,
-            rounds=2, rollout={"max_new_tokens": 2, "batch_size": "auto"}, output_dir=folder,
-            callbacks=[stop], quiet=True,
-        )  # fmt: skip
-    assert yaml.safe_load((folder / "recipe.yaml").read_text())["rollout"]["batch_size"] == 32
-    resume(folder, prompts=users, reward=reward, quiet=True)
-    assert sizes == [32, 32]  # 24 users, 2 rounds, 2 responses: 24 rows a round
-    with pytest.raises(AssertionError, match="resolve_batch_size"):
-        draw(policy_of(), five(), batch_size="auto")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.warpers import Sampling
-from dprlhf.rollout import keeps_outputs, resolve_batch_size, sampling
+from dprlhf.rollout import resolve_batch_size, sampling
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.static_steps import StaticSteps, captured
 from helpers import tiny
@@ -199,62 +197,9 @@ def refused(policy: CausalLMPolicy, message: str) -> None:
     resolve_batch_size(recipe.Rollout(batch_size=4), policy, rows=9, max_prompt_tokens=9)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_graphs_are_taken_on_a_gpu_where_the_model_allows_them(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = policy_of("llama")
-    policy = mock.Mock(device=torch.device(device), model=real.model, network=real.network)
-
-    def chosen(**settings: Any) -> bool:
-        spec = recipe.Rollout(batch_size=4, **settings)
-        return bool(resolve_batch_size(spec, policy, rows=9, max_prompt_tokens=9).cuda_graphs)
-
-    assert chosen() == (device == "cuda")
-    assert not chosen(cuda_graphs=False)
-    assert not chosen(agent={"tools": ["a:b"]})
-    monkeypatch.setattr(policy.network, "hf_quantizer", object(), raising=False)
-    assert not chosen()
-
-
 def test_models_that_look_back_a_fixed_distance_are_refused() -> None:
     config = MistralConfig(**{**tiny.SMALL, "sliding_window": 8})
     policy = make_policy(
         MistralForCausalLM(config), tiny.tokenizer(), recipe.Adapter(type="lora", rank=1)
     )
     refused(policy, "rollout.cuda_graphs: not for models with a sliding window")
-
-
-def test_models_that_are_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = make_policy(tiny.model("llama"), tiny.tokenizer(), recipe.Adapter(type="lora", rank=1))
-    policy.network.hf_quantizer = object()
-    refused(policy, "policy.quantization")
-    del policy.network.hf_quantizer
-    monkeypatch.setattr(policy.network.config, "auto_map", {"AutoModel": "own.py"}, raising=False)
-    refused(policy, "not for models of the type llama")
-
-
-def test_a_cache_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Window(DynamicLayer):
-        pass
-
-    policy = policy_of("llama")
-    made = DynamicCache()
-    made.layers = [Window()]
-    output = type("Output", (), {"past_key_values": made, "logits": torch.zeros(SIZE, 1, 257)})
-    with pytest.raises(DprlhfError, match="layers of the kind Window"):
-        static_of(policy, 2).start(torch.ones(SIZE, 1 + WIDTH, dtype=torch.long), output)
-
-
-def test_it_is_for_transformers_and_one_turn() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs is for backend transformers"):
-        recipe.Rollout(cuda_graphs=True, backend="vllm")
-    with pytest.raises(ValueError, match="too many shapes for cuda_graphs"):
-        recipe.Rollout(cuda_graphs=True, agent={"tools": ["a:b"]})
-
-
-def test_nothing_is_kept_of_what_a_graph_computes() -> None:
-    policy = policy_of("llama")
-    sizes = {"rows": 8, "max_prompt_tokens": 16}
-    assert keeps_outputs(policy, recipe.Rollout(batch_size=4), **sizes)
-    assert not keeps_outputs(policy, recipe.Rollout(batch_size=4, cuda_graphs=True), **sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,13 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from dprlhf import DprlhfError, recipe, resume, train
+from dprlhf import DprlhfError, recipe
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.sampling import ended
 from dprlhf.training.measures import measure
-from helpers import tiny
 from helpers.marks import slow
 from helpers.policies import policy_of
 
@@ -143,43 +141,3 @@ def test_a_string_that_no_token_can_write_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     with pytest.raises(DprlhfError, match=r"rollout.stop \['§'\]: "):
         StopStrings(tokenizer, ["§"])
-
-
-def test_the_chat_template_gets_its_arguments() -> None:
-    policy = stopped_at()
-    policy.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}?{% endif %}"
-    )
-    chat: list[Any] = [[{"role": "user", "content": "hi"}]]
-    assert policy.encode(chat, 9) == [policy.tokenizer("hi")["input_ids"]]
-    policy.chat_template_kwargs = {"thinking": True}
-    assert policy.encode(chat, 9) == [policy.tokenizer("hi?")["input_ids"]]
-
-
-@pytest.mark.slow
-def test_a_run_with_every_setting_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        return [float(len(text)) / 10 for text in completions]
-
-    def interrupted(metrics: Any) -> None:
-        if metrics["round"] == 1:
-            raise DprlhfError("stop here")
-
-    model, users = str(tiny.save(tmp_path / "model")), [f"{i} is" for i in range(24)]
-    rollout = {
-        "max_new_tokens": 6, "batch_size": 8, "top_k": 100, "top_p": 0.9, "min_p": 0.001,
-        "repetition_penalty": 1.1, "min_new_tokens": 2, "stop": ["e", "xy"], "mask_truncated": True,
-    }  # fmt: skip
-    made: dict[str, Any] = {
-        "model": model, "prompts": users, "reward": reward, "epsilon": 8.0, "rounds": 2,
-        "rollout": rollout, "seed": 1, "quiet": True,
-    }  # fmt: skip
-    with pytest.raises(DprlhfError, match="stop here"):
-        train(**made, output_dir=tmp_path / "run", callbacks=[interrupted])
-    done = resume(tmp_path / "run", prompts=users, reward=reward, quiet=True)
-    policy = done.policy
-    assert (policy.sampling.top_k, policy.sampling.min_new_tokens) == (100, 2)
-    assert policy.stop is not None
-    assert policy.stop.strings == ("e", "xy")
-    with pytest.raises(DprlhfError, match=r"rollout.mask_truncated works with update"):
-        train(**made, update={"name": "rebel"}, output_dir=tmp_path / "other")

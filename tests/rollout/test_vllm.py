@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.stopping import StopStrings
 from dprlhf.policies.warpers import Sampling
-from dprlhf.recipe import make_recipe
 from dprlhf.rollout import resolve_batch_size
 from dprlhf.rollout import vllm as backend
 from helpers import tiny, vllm_stub
@@ -38,7 +35,6 @@ from helpers.sampled import (
 )
 
 REPOSITORY = Path(__file__).parents[2]
-POLICY = {"model_name_or_path": "org/model", "dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -249,24 +245,6 @@ def test_vllm_loads_the_very_commit_that_transformers_loaded(fake: vllm_stub.Fau
     assert backend.engine(policy).arguments["revision"] == "5" * 40
 
 
-def test_vllm_is_refused_where_it_would_sample_other_weights() -> None:
-    settings = {
-        "policy": POLICY,
-        "data": {"path": "org/prompts"},
-        "rewards": [{"classifier": "org/classifier"}],
-        "privacy": {"epsilon": 1.0},
-        "rounds": 2,
-        "rollout": {"backend": "vllm"},
-    }
-    assert make_recipe(settings).rollout.backend == "vllm"
-    for changes, message in (
-        ({"quantization": "nf4"}, "policy.quantization"),
-        ({"model_name_or_path": recipe.IN_MEMORY}, "given in Python"),
-    ):
-        with pytest.raises(DprlhfError, match=message):
-            make_recipe({**settings, "policy": {**POLICY, **changes}})
-
-
 # --- the stand-in is that of the pinned version ---------------------------------------------------
 
 
@@ -288,56 +266,3 @@ def test_an_argument_that_the_pinned_version_does_not_know_is_refused(
         vllm_stub.SamplingParams(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="prompt_adapter_request"):
         backend.engine(policy).generate([], [], use_tqdm=False, prompt_adapter_request=None)
-
-
-def _fields(path: str, name: str) -> dict[str, str | None]:
-    """Names and defaults in the installed vLLM: of a class' fields, or of ``Class.method``."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    tree = ast.parse((Path(found.origin).parent / path).read_text())
-    name, _, method = name.partition(".")
-    (of_class,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
-    if not method:
-        return {
-            n.target.id: n.value and ast.unparse(n.value)
-            for n in of_class.body
-            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-        }
-    (arguments,) = [
-        n.args for n in of_class.body if isinstance(n, ast.FunctionDef) and n.name == method
-    ]
-    given = [None] * (len(arguments.args) - len(arguments.defaults))
-    values = [*given, *arguments.defaults, *arguments.kw_defaults]
-    names = [*arguments.args, *arguments.kwonlyargs]
-    return {a.arg: v and ast.unparse(v) for a, v in zip(names, values, strict=True)}
-
-
-def _stub_fields(kind: Any) -> dict[str, str | None]:
-    tree = ast.parse(Path(vllm_stub.__file__).read_text())
-    (of_class,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
-    return {
-        n.target.id: n.value and ast.unparse(n.value)
-        for n in of_class.body
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_stand_in_has_the_installed_signatures() -> None:
-    for path, kind in (
-        ("sampling_params.py", vllm_stub.SamplingParams),
-        ("lora/request.py", vllm_stub.LoRARequest),
-        ("outputs.py", vllm_stub.CompletionOutput),
-    ):
-        assert _stub_fields(kind).items() <= _fields(path, kind.__name__).items(), kind
-    assert set(vllm_stub.ENGINE_ARGS) <= set(_fields("engine/arg_utils.py", "EngineArgs"))
-    assert {"request_id", "outputs", "finished"} <= set(
-        _fields("outputs.py", "RequestOutput.__init__")
-    )
-    for method in ("__init__", "generate"):
-        own = getattr(vllm_stub.LLM, method).__kwdefaults__
-        real = _fields("entrypoints/llm.py", f"LLM.{method}")
-        assert {n: repr(v) for n, v in own.items()}.items() <= {
-            n: v and v.replace('"', "'") for n, v in real.items()
-        }.items()

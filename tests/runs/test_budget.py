@@ -193,25 +193,6 @@ def test_a_crashed_run_keeps_its_reservation_and_resuming_pays_nothing(
         train(model, "two")
 
 
-@pytest.mark.slow
-def test_without_a_book_nobody_counts_and_the_run_says_so(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make()
-    train(model, "none", privacy__book="none")
-    assert capsys.readouterr().err.count(NO_BOOK) == 1
-    assert "Budget book: none" in Path("runs/none/policy/README.md").read_text()
-    monkeypatch.delenv("DPRLHF_BOOK")
-    train(model, "unset")
-    assert capsys.readouterr().err.count(NO_BOOK) == 1
-    # A run that was begun without a book is counted from when it is resumed with one.
-    monkeypatch.setenv("DPRLHF_BOOK", "book.db")
-    resume("unset")
-    assert reserved(Book("book.db")) == ["unset"]
-    resume("unset")
-    assert len(entries("unset", "book")) == 1
-
-
 def test_a_book_that_cannot_be_used_stops_the_run_before_its_folder(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

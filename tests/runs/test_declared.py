@@ -11,10 +11,8 @@ import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.pld import PLDAccountant
 from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
 
 import dprlhf
-from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon
@@ -118,45 +116,10 @@ def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path)
         )
 
 
-@pytest.mark.parametrize(
-    ("history", "message"),
-    [
-        ([], "nothing was released"),
-        ([(1.0, 0.0, 5)], "sampling rate"),
-        ([(1.0, 1.5, 5)], "sampling rate"),
-        ([(0.0, 0.5, 5)], "noise multiplier"),
-        ([(float("inf"), 0.5, 5)], "noise multiplier"),
-        ([(1.0, 0.5, 0)], "number of steps"),
-        ([(1.0, 0.5)], "for each part"),
-        ([(1.0, 0.5, 10, 1)], "for each part"),
-    ],
-    ids=str,
-)
-def test_terms_out_of_range(model: Path, history: Any, message: str) -> None:
-    with pytest.raises(DprlhfError, match=message):
-        declare(model, history, delta=DELTA)
-    with pytest.raises(DprlhfError):
-        records_of(model)
-
-
 def test_an_unknown_sampling_has_no_epsilon(model: Path) -> None:
     """Taken for batches of one pass each, it would count fewer passes than they make."""
     with pytest.raises(DprlhfError, match="poisson or shuffled, not 'shuffle'"):
         declare(model, [(1.0, 0.51, 100)], delta=DELTA, sampling="shuffle")  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_command_and_a_second_declaration(model: Path, tmp_path: Path) -> None:
-    given = ["privacy", "declare", str(model), "--noise-multiplier", "1", "--sample-rate", "0.1"]
-    given += ["--steps", "30", "--delta", "1e-5"]
-    runner = CliRunner()
-    shown = runner.invoke(app, given)
-    assert shown.exit_code == 0, shown.output
-    assert "declared epsilon = " in shown.output
-    again = runner.invoke(app, given)
-    assert "carries a privacy record already" in str(again.exception)
-    with pytest.raises(DprlhfError, match="no model"):
-        declare(tmp_path, [(1.0, 0.1, 10)], delta=DELTA)
 
 
 @pytest.mark.parametrize(("rows", "batch", "passes"), [(100, 30, 10), (199, 100, 100)])

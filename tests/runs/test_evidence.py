@@ -23,7 +23,6 @@ from dprlhf.runs.earlier import records_of, total_of
 from dprlhf.runs.evidence.write import write_evidence
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
-from helpers.commands import dprlhf as command
 
 DAY = datetime.date(2026, 11, 23)
 Finished = Callable[[str], Path]
@@ -193,16 +192,6 @@ def test_epsilon_is_owed_from_the_first_charge_on(run: Path, tmp_path: Path) -> 
     assert alerted(statement, "not finished: 1 rounds")
 
 
-def test_a_large_epsilon_and_a_folder_of_unknown_origin_are_alerts(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    statement = statement_of(run, tmp_path / "one")
-    assert len(statement["alerts"]) == 1
-    assert alerted(statement, "comes from a folder")
-    monkeypatch.setattr("dprlhf.privacy.plan.LARGE_EPSILON", 1.0)
-    assert alerted(statement_of(run, tmp_path / "two"), "promises")
-
-
 AUDIT = {
     "bound": 1.2, "epsilon": 4.0, "delta": 1e-5, "canaries": 1000, "guesses": 200, "right": 161,
     "space": "prompt", "confidence": 0.95, "holds": True,
@@ -238,13 +227,6 @@ def test_an_audit_that_refuted_is_not_undone_by_later_ones(
     given = answers_of(statement)
     assert given["Right guesses of an attack with canary users"].startswith("161 of 200")
     assert given["Audits on record, and those that refuted the claim"] == "2, 1"
-
-
-@pytest.mark.parametrize("audit", [{}, [], "done", {"bound": "large"}, {"bound": True}, None])
-def test_an_unreadable_audit_is_none(run: Path, tmp_path: Path, audit: Any) -> None:
-    edit_json(run / "privacy.json", audit=audit)
-    given = answers_of(statement_of(run, tmp_path / "out"))
-    assert given["Lower bound on ε by an audit"] == "not measured"
 
 
 def set_term(name: str, value: Any) -> Callable[[Path], None]:
@@ -324,15 +306,3 @@ def test_what_cannot_be_read_is_refused_in_one_line(run: Path, tmp_path: Path) -
     refused(run, "empty")
     (run / "ledger.jsonl").unlink()
     refused(run, "missing")
-
-
-@pytest.mark.slow
-def test_the_command(run: Path) -> None:
-    done = command("comply", str(run), "--limit", "8")
-    assert done.returncode == 1  # an alert: the model's folder
-    assert "alert: The base model" in done.stderr
-    page = run / "comply" / "evidence.html"
-    assert done.stdout.split() == [str(page), str(page.with_suffix(".json"))]
-    refused = command("comply", str(run), "--limit", "inf")
-    assert refused.returncode == 2
-    assert len(refused.stderr.splitlines()) == 1

@@ -30,7 +30,6 @@ from dprlhf.runs.folder import (
     append_secret,
     replaced_folder,
     write_atomically,
-    write_json,
 )
 
 
@@ -44,14 +43,6 @@ def folder(tmp_path: Path) -> RunFolder:
     made.create()
     write_atomically(made.recipe, "rounds: 1\n")
     return made
-
-
-@pytest.mark.parametrize("place", ["file", "file/run"])
-def test_a_file_in_place_of_the_folder_says_what_to_choose(tmp_path: Path, place: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(DprlhfError, match="; choose another output_dir"):
-        RunFolder(tmp_path / place).create()
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 # ------------------------------------------------------------------------------------ secrets
@@ -104,16 +95,6 @@ def test_an_existing_run_is_refused_with_the_way_to_go_on(folder: RunFolder) -> 
     assert folder.key.read_bytes() == key
 
 
-def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    RunFolder(tmp_path / "empty").create()
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DprlhfError, match=r"not a run folder \(there is no recipe.yaml\)"):
-        RunFolder(tmp_path / "nothing").open()
-
-
 @pytest.mark.parametrize("content", [None, b"", bytes(31), bytes(33)], ids=repr)
 def test_a_damaged_key_is_refused(folder: RunFolder, content: bytes | None) -> None:
     folder.key.unlink()
@@ -125,17 +106,6 @@ def test_a_damaged_key_is_refused(folder: RunFolder, content: bytes | None) -> N
 
 
 # ------------------------------------------------------------------------------- atomic writes
-
-
-def test_an_atomic_write_replaces_and_sets_the_mode(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, "one", mode=0o600)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    write_atomically(path, b"two")
-    write_json(tmp_path / "j", {"a": [1]})
-    assert path.read_bytes() == b"two"
-    assert (tmp_path / "j").read_text() == '{\n  "a": [\n    1\n  ]\n}\n'
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "j"]
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -368,9 +338,6 @@ def test_a_checkpoint_is_not_loaded_onto_another_base_model(folder: RunFolder) -
     loaded.policy.model = nn.ModuleDict({"others": nn.Linear(5, 40).requires_grad_(False)})
     with pytest.raises(DprlhfError, match="base model"):
         loaded.load()  # none of its weights has a name of the run's
-    # A checkpoint of an earlier version told nothing of the base model.
-    (folder.checkpoint / "state.json").write_text('{"round": 1}')
-    assert loaded.load() == 1
 
 
 def crash_at(call: int, *, before: bool) -> Callable[..., Any]:
@@ -459,32 +426,6 @@ def test_two_crashes_in_a_row_lose_nothing(
         t = loaded.load()
         assert t in (1, 2)
         assert_is_after(folder, t)
-
-
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_full_disk_is_named_and_keeps_the_old_checkpoint(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
-    training = Training(folder)
-    training.step(1)
-    training.save(1)
-    training.step(2)
-    real, calls = os.replace, 0
-
-    def replace(a: Any, b: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            fails()
-        real(a, b)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace)
-        with pytest.raises(DprlhfError, match=r"checkpoint: could not be written \(No space left"):
-            training.save(2)
-    assert_is_after(folder, 1)
-    training.save(2)
-    assert_is_after(folder, 2)
 
 
 @pytest.mark.parametrize("file", ["state.json", "policy.safetensors", "optimizer.safetensors"])

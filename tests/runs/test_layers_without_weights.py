@@ -95,18 +95,6 @@ def test_what_is_published_is_what_was_trained(base: Path, tmp_path: Path, targe
     torch.testing.assert_close(logits(alone), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_of_an_earlier_version_is_merged_into_the_weights_it_was_trained_on(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its ``policy/`` has no weights for such layers; the seed of the run gives them again."""
-    monkeypatch.setattr("dprlhf.policies.classifier._save_with_adapter", lambda *_: None)
-    done = trained(base, tmp_path / "run", TARGETS[0])
-    merge(tmp_path / "run", tmp_path / "again")
-    for whole in (tmp_path / "run/model", tmp_path / "again"):
-        model = AutoModelForSequenceClassification.from_pretrained(whole).eval()
-        torch.testing.assert_close(logits(model), logits(done.policy.model), rtol=1e-4, atol=1e-5)
-
-
 def test_the_weights_follow_from_the_seed_and_move_no_other_generator(base: Path) -> None:
     spec = spec_of(base, TARGETS[0])
     before = torch.get_rng_state()

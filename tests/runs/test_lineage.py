@@ -23,11 +23,9 @@ import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import AnyRecipe, make_recipe
 from dprlhf.runs import earlier
-from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import Earlier, read_earlier, records_of, total_of_runs
-from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import FILE, KEY, attach, carried_by
-from dprlhf.runs.publish import merge, push
+from dprlhf.runs.publish import merge
 from helpers import runs, tiny
 from helpers.recipes import recipe_settings
 
@@ -140,37 +138,6 @@ def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(place / "merged")
     loaded.save_pretrained(tmp_path / "again")  # by transformers alone
     assert carried_by(str(tmp_path / "again"))[0]["runs"][0]["run"] == run_id(place / "run")
-
-
-def test_an_audit_leaves_it_in_the_card(place: Path, tmp_path: Path) -> None:
-    folder = RunFolder(shutil.copytree(place / "run", tmp_path / "run"))
-    before = front_matter(folder.policy / "README.md")
-    found = json.loads(folder.privacy.read_text()).get("audits")
-    assert found is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dprlhf.runs.model_card._audited", lambda card: "run")
-        note_audit(folder, {"holds": True})
-    assert front_matter(folder.policy / "README.md") == before
-
-
-def test_a_run_of_an_earlier_version_gets_it_when_it_is_pushed(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = shutil.copytree(place / "run", tmp_path / "run")
-    (run / "policy" / FILE).unlink()
-    uploaded = []
-
-    class Hub:
-        def __init__(self, token: str | None) -> None: ...
-
-        def create_repo(self, *_: Any, **__: Any) -> None: ...
-
-        def upload_folder(self, folder_path: Path, **_: Any) -> None:
-            uploaded.append(json.loads((folder_path / FILE).read_text()))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    push(run, "me/mine")
-    assert uploaded[0]["runs"][0]["run"] == run_id(place / "run")
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -412,38 +379,6 @@ def test_disjoint_users_are_compared_whichever_way_the_run_is_named(
     assert not (place / "apart").exists()
 
 
-def test_what_cannot_be_compared_is_called_declared(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = shutil.copytree(place / "merged", tmp_path / "elsewhere/merged")
-    previous = [{"run": str(model), "users": "disjoint"}]
-    settings = runs.run_settings(
-        str(place / "merged"), rounds=1, rollout__max_new_tokens=2, previous=previous
-    )
-    dprlhf.train(**settings, output_dir=tmp_path / "here/run")
-    said = f"{model}: users: disjoint is declared, and was not compared"
-    assert said in capsys.readouterr().err
-    card = json.loads((tmp_path / "here/run/privacy.json").read_text())
-    assert "other users, as declared and not compared)" in card["total"]["runs"]
-    assert "as declared and not compared" in (tmp_path / "here/run/policy/README.md").read_text()
-    others = [f"somebody {i} says" for i in range(120)]
-    previous[0]["run"] = str(place / "run")
-    dprlhf.train(**{**settings, "prompts": others}, output_dir=tmp_path / "here/other")
-    assert "was not compared" not in capsys.readouterr().err
-    card = json.loads((tmp_path / "here/other/privacy.json").read_text())
-    assert "other users)" in card["total"]["runs"]
-
-
-def test_a_total_of_models_compares_their_users(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(DprlhfError, match="declared to have no users in common, but they have"):
-        total_of_runs([place / "merged", place / "second/policy"], disjoint=True)
-    far = shutil.copytree(place / "merged", tmp_path / "far")
-    total_of_runs([far, place / "second"], disjoint=True)
-    assert f"{far}: its users were not compared" in capsys.readouterr().err
-
-
 def test_what_is_known_only_after_loading_is_refused_before_the_first_charge(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,25 +413,11 @@ def test_an_altered_record_is_refused(
         read_earlier(recipe(model))
 
 
-def test_a_record_without_terms_is_refused(place: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(place / "merged", tmp_path / "model")
-    carried = json.loads((model / FILE).read_text())
-    del carried["runs"][0]["mechanism"]
-    (model / FILE).write_text(json.dumps(carried))
-    with pytest.raises(DprlhfError, match="altered, or is of a newer version"):
-        read_earlier(recipe(model, model))
-
-
 def test_a_model_of_somebody_else_carries_none(place: Path) -> None:
     assert carried_by(str(place / "model")) == []
     assert not read_earlier(recipe(place / "model")).records
     with pytest.raises(DprlhfError, match="nor a model that carries the record of one"):
         records_of(place / "model")
-
-
-def test_a_model_card_that_yaml_cannot_read_carries_no_record(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\ndate: 2024-99-99\n---\nA model.\n")
-    assert not carried_by(str(tmp_path))
 
 
 def test_an_error_of_ours_in_the_search_is_not_taken_for_a_model_without_a_record(

@@ -297,20 +297,6 @@ def test_each_run_is_compared_with_all_before_it(tmp_path: Path) -> None:
     check_apart(named[:2])
 
 
-def test_each_declared_run_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("old", "older"):
-        run_of(tmp_path / name, f"key of {name}", [])
-    previous = [{"run": str(tmp_path / name), "users": "disjoint"} for name in ("old", "older")]
-    data = {"path": "in-memory", "user_column": "who"}
-    made = make_recipe(recipe_settings(data=data, previous=previous))
-    rows = Users(rows_from([{"prompt": "why?", "who": "Ann"}], "prompt"), made.data)
-    np.save(RunFolder(tmp_path / "older").identities, open_private(rows.identities()))
-    records = {name: [SimpleNamespace(run=f"key of {name}")] for name in ("old", "older")}
-    monkeypatch.setattr("dprlhf.runs.opening.records_of", lambda run: records[run.name])
-    with pytest.raises(DprlhfError, match="older and this run are declared"):
-        check_disjoint(made, rows)
-
-
 FIXED: dict[str, Any] = {
     "rewards__0__weight": 2.0, "reward_range": 1.0, "kl": {"beta": 0.1}, "seed": 3, "rounds": 5,
     "data__max_prompts_per_user": 2, "data__max_prompt_tokens": 7, "data__skip": 1,

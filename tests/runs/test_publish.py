@@ -11,14 +11,12 @@ import huggingface_hub
 import peft
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, load_recipe
-from dprlhf.runs.model_card import is_hub_id
 from dprlhf.runs.publish import files_to_push, merge, push
 from helpers import runs, tiny
 
@@ -68,45 +66,6 @@ class TestPush:
         assert {"README.md", "adapter_config.json", "adapter_model.safetensors"} <= names
         assert {name for name, _ in files_to_push(finished)} == names
 
-    def test_the_card_is_one_that_the_hub_reads(self, finished: Path) -> None:
-        card = huggingface_hub.ModelCard.load(finished / "policy/README.md")
-        data = card.data.to_dict()
-        assert data["library_name"] == "peft"
-        assert data["pipeline_tag"] == "text-generation"
-        assert "differential-privacy" in data["tags"]
-        assert "base_model" not in data  # it is a folder, and the hub would refuse the card
-        assert "## Privacy" in card.text
-
-    def test_a_hub_that_is_down_is_one_line(self, finished: Path, hub: type[FakeHub]) -> None:
-        hub.problem = ConnectionError("no route\nto host")
-        before = sorted(finished.rglob("*"))
-        with pytest.raises(DprlhfError) as caught:
-            push(finished, "me/mine")
-        message = str(caught.value)
-        assert "\n" not in message
-        assert "ConnectionError: no route to host" in message
-        assert f"dprlhf push {finished} me/mine" in message
-        assert sorted(finished.rglob("*")) == before
-
-    def test_an_unfinished_run(self, finished: Path, hub: type[FakeHub], tmp_path: Path) -> None:
-        shutil.copytree(finished, tmp_path / "run")
-        shutil.rmtree(tmp_path / "run/policy")
-        with pytest.raises(DprlhfError, match=r"dprlhf\.resume\("):
-            push(tmp_path / "run", "me/mine")
-        with pytest.raises(DprlhfError, match="not a run folder"):
-            push(tmp_path, "me/mine")
-        assert hub.calls == []
-
-    @pytest.mark.parametrize(
-        ("name", "is_one"),
-        [
-            ("gpt2", True), ("meta-llama/Llama-3.2-1B", True), ("asset:smollm2-135m", False),
-            ("./model", False), ("/models/mine", False), ("a/b/c", False),
-        ],
-    )  # fmt: skip
-    def test_what_is_a_hub_id(self, name: str, is_one: bool) -> None:
-        assert is_hub_id(name) == is_one
-
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
@@ -128,18 +87,6 @@ class TestMerge:
         assert "\nWhole weights with the adapter merged (a LoRA adapter (rank 4))" in card.text
         assert "## Privacy" in card.text
 
-    def test_it_has_what_a_server_loads(self, finished: Path, tmp_path: Path) -> None:
-        """Weights as safetensors and nothing pickled, a config of a known type, the tokenizer."""
-        merge(finished, tmp_path / "merged")
-        names = {file.name for file in (tmp_path / "merged").iterdir()}
-        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
-        assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
-        assert not [name for name in names if name.startswith("adapter")]
-        config = json.loads((tmp_path / "merged/config.json").read_text())
-        assert config["architectures"] == ["LlamaForCausalLM"]
-        with safe_open(tmp_path / "merged/model.safetensors", "pt") as weights:
-            assert not [name for name in weights.keys() if "lora" in name]  # noqa: SIM118
-
     def test_a_merge_that_leaves_something_out_is_refused(
         self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -148,19 +95,6 @@ class TestMerge:
         with pytest.raises(DprlhfError, match="computes something else"):
             merge(finished, tmp_path / "merged")
         assert not (tmp_path / "merged").exists()
-
-    @pytest.mark.parametrize("damage", ["[]", "{}", '{"private": tr'])
-    def test_a_damaged_card_is_refused_before_the_work(
-        self, finished: Path, tmp_path: Path, damage: str
-    ) -> None:
-        shutil.copytree(finished, tmp_path / "run")
-        (tmp_path / "run/privacy.json").write_text(damage)
-        with pytest.raises(DprlhfError, match=r"privacy\.json: .* missing or damaged"):
-            merge(tmp_path / "run", tmp_path / "merged")
-        (tmp_path / "run/policy/dprlhf_privacy.json").unlink()  # as of an earlier version
-        with pytest.raises(DprlhfError, match=r"privacy\.json: .* missing or damaged"):
-            push(tmp_path / "run", "me/mine")
-        assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
     def test_it_overwrites_nothing(self, finished: Path, tmp_path: Path) -> None:
         with pytest.raises(DprlhfError, match="exists"):
@@ -171,14 +105,6 @@ class TestMerge:
             with pytest.raises(DprlhfError, match="the run folder itself is in it"):
                 merge(tmp_path / "runs" / "run", tmp_path / out, replace=True)
         assert (tmp_path / "runs" / "run" / "ledger.jsonl").is_file()
-
-    @pytest.mark.parametrize("dtype", ["bf16", "nn"])
-    def test_an_unknown_dtype_leaves_nothing(
-        self, finished: Path, tmp_path: Path, dtype: str
-    ) -> None:
-        with pytest.raises(DprlhfError, match=f"dtype '{dtype}' is unknown: use float32"):
-            merge(finished, tmp_path / "merged", dtype=dtype)
-        assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf.runs.published_run import PublishedRun, read_run
-from dprlhf.runs.report import Figure, Series, render, write_report
+from dprlhf.runs.report import render, write_report
 from helpers import runs, tiny
 
 CANARY = "canary-of-a-user"
@@ -157,44 +156,6 @@ class TestWholeRun:
         assert render([read_run(run)]) == with_secret
         assert CANARY not in with_secret
 
-    def test_several_runs_are_compared(self, run: Path, tmp_path: Path) -> None:
-        other = tmp_path / "other"
-        shutil.copytree(run, other)
-        out = write_report([run, other], tmp_path / "both.html")
-        page = Page(out.read_text())
-        assert page.texts["h2"] == ["Comparison", "run", "other"]
-        assert ("href", "#run-2") in page.attributes
-        assert ("id", "run-2") in page.attributes
-        assert page.texts["h3"].count("Reward on public prompts") == 1  # both in one plot
-        assert "For somebody who is in all 1 runs" in out.read_text()  # a copy is the same run
-        assert "Different words per word on public rows: before 1.000," in out.read_text()
-        (other / "ledger.jsonl").unlink()
-        assert "is not known: " in write_report([run, other], out).read_text()
-
-    def test_a_rise_within_noise_is_not_praised(self, run: Path) -> None:
-        samples = json.loads((run / "samples.json").read_text())
-        for number, sample in enumerate(samples):
-            sample |= {"reward_before": 0.0, "reward_after": 0.02 + (-1) ** number}
-        (run / "samples.json").write_text(json.dumps(samples))
-        html = render([read_run(run)])
-        assert "not distinguishable from 0" in html
-        assert "<strong>+0.02" not in html
-        for number, sample in enumerate(samples):
-            sample["reward_after"] = 2 + (-1) ** number / 100
-        (run / "samples.json").write_text(json.dumps(samples))
-        html = render([read_run(run)])
-        assert "not distinguishable from 0" not in html
-        assert "rise <strong>+2.000" in html
-
-    def test_the_share_of_valid_rewards_has_a_band_and_a_guess_one_step(self, run: Path) -> None:
-        html = render([read_run(run)])
-        line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-        assert f">{1.96 * line['valid_share_noise_std']:.4g}</td>" in html
-        guess = html[html.index("<h3>What a guess") : html.index("<h3>Continuations")]
-        best = json.loads((run / "privacy.json").read_text())["risk"]["best_guess"]
-        lengths = re.findall(r"width: ([\d.]+)rem", guess)
-        assert lengths == [f"{8 * 0.5 / best:.2f}", "8.00"]
-
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
@@ -223,35 +184,6 @@ class TestDamage:
         # A run without public prompts has no samples either.
         assert (name in problems(html)) == ((name, damage) != ("samples.json", "missing"))
 
-    @pytest.mark.parametrize(
-        "text",
-        [
-            '{"after": []}', '{"before": {"reward": null}}',
-            '{"before": {"reward": {"mean": 1%s, "standard_error": 0}}}' % ("0" * 400),
-            '{"compared": null}', '{"compared": {"judge": {"win_rate": []}}}',
-            "[" * 200_000,
-        ],
-    )  # fmt: skip
-    def test_a_damaged_evaluation_is_named(self, run: Path, text: str) -> None:
-        (run / "evaluation.json").write_text(text)
-        html = write_report([run]).read_text()
-        assert Page(html).texts["h3"] == SECTIONS
-        assert "evaluation.json is damaged" in problems(html)
-
-    @pytest.mark.parametrize("number", ["-1" + "0" * 400, "[" * 200_000])
-    def test_a_round_that_cannot_be_drawn_is_a_damaged_line(self, run: Path, number: str) -> None:
-        metrics = run / "metrics.jsonl"
-        lines = metrics.read_text().splitlines()
-        metrics.write_text("\n".join([*lines, f'{{"round": {number}, "public_reward": 1}}']))
-        html = write_report([run]).read_text()
-        assert Page(html).texts["h3"] == SECTIONS
-        assert "metrics.jsonl is damaged: 1 of its lines" in problems(html)
-
-    def test_a_card_with_a_number_beyond_floats(self, run: Path) -> None:
-        card = json.loads((run / "privacy.json").read_text()) | {"epsilon": 10**400}
-        (run / "privacy.json").write_text(json.dumps(card))
-        assert Page(write_report([run]).read_text()).texts["h3"] == SECTIONS
-
     def test_another_guarantee_is_not_made_up(self, run: Path) -> None:
         (run / "privacy.json").unlink()
         html = write_report([run]).read_text()
@@ -262,15 +194,6 @@ class TestDamage:
         ledger.write_text(ledger.read_text().replace('"round": 2', '"round": 3', 1))
         assert "What was spent is not certain" in problems(write_report([run]).read_text())
 
-    def test_half_finished(self, run: Path) -> None:
-        (run / "samples.json").unlink()
-        shutil.rmtree(run / "policy")
-        metrics = run / "metrics.jsonl"
-        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
-        top = problems(write_report([run]).read_text())
-        assert f"Half-finished: 2 of {ROUNDS} rounds" in top
-        assert "dprlhf resume" in top
-
     def test_not_private(self, run: Path) -> None:
         card = json.loads((run / "privacy.json").read_text())
         card |= {"private": False, "epsilon": "infinity", "noise_multiplier": 0.0}
@@ -278,12 +201,6 @@ class TestDamage:
         html = write_report([run]).read_text()
         assert "No privacy: this run added no noise." in problems(html)
         assert "Guarantee.</strong> No privacy" in html
-
-    def test_a_charged_round_without_a_line(self, run: Path) -> None:
-        metrics = run / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True)
-        metrics.write_text("".join(lines[:1] + lines[2:]))
-        assert "round 2" in problems(write_report([run]).read_text())
 
     values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -301,12 +218,3 @@ class TestDamage:
             samples=[{"prompt": values[5], "reward_before": values[6], "after": values[7]}] * 3,
         )
         Page(render([seen, seen]))
-
-
-def test_a_bar_is_as_long_as_its_value() -> None:
-    points = [(0.0, -3.0, 1.0), (1.0, 5.0, 2.0), (9.0, 1.0, None)]
-    lengths = [row[-1] for row in Figure("t", "a", "y", [Series("a", points)]).rows]
-    assert lengths == pytest.approx([0, 100, 50])
-    rise = Figure("t", "a", "y", [Series("a", [(0.0, 4.0, None)]), Series("b", [(0.0, 1.0, None)])])
-    assert [row[-1] for row in rise.rows] == pytest.approx([100, 25])  # from zero
-    assert Figure("t", "a", "y", [Series("a", [])]).rows == []

@@ -12,11 +12,10 @@ import pytest
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 
-from dprlhf.errors import DprlhfError
-from dprlhf.recipe import Tracking, make_recipe
+from dprlhf.recipe import Tracking
 from dprlhf.runs import trackers
 from dprlhf.runs.folder import JsonLines, RunFolder
-from dprlhf.runs.trackers import check_installed, tracked
+from dprlhf.runs.trackers import tracked
 from helpers import runs, tiny
 
 ROUNDS: list[dict[str, Any]] = [
@@ -125,15 +124,6 @@ class TestWhatTheyGet:
         assert set(clocks) == {0.0}
         assert time.time() > 0
 
-    def test_tensorboard_itself(self, folder: RunFolder) -> None:
-        pytest.importorskip("tensorboard", reason="tensorboard is missing")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        three_rounds(Tracking(report_to="tensorboard"), folder, lambda: None)
-        events = EventAccumulator(str(folder.path / "tracking/dprlhf")).Reload()
-        scalars = events.Scalars("released_gradient_norm")
-        assert [(s.step, s.wall_time) for s in scalars] == [(1, 1.0), (2, 2.0), (3, 3.0)]
-
     def test_wandb_watches_neither_machine_nor_terminal(
         self, fake: Callable[..., type[Fake]], folder: RunFolder
     ) -> None:
@@ -174,20 +164,6 @@ class TestFailure:
         assert len(warned.splitlines()) == 1
         assert len(logged(healthy)) == 3
 
-    def test_a_missing_package_is_said_before_anything_is_spent(self) -> None:
-        check_installed([])
-        absent = next((n for n in ("mlflow", "trackio", "wandb") if not installed(n)), None)
-        if absent is None:
-            pytest.skip("all trackers are installed")
-        with pytest.raises(DprlhfError, match=f"{absent} is not installed"):
-            check_installed([absent])
-
-
-def installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
-
 
 class TestRun:
     def test_metrics_and_settings_of_a_run(
@@ -221,25 +197,3 @@ class TestRun:
         assert key not in str(kind.got)
         assert "secret" not in str(kind.got)
         assert "tracker tensorboard failed" in capsys.readouterr().err
-
-
-class TestRecipe:
-    COMMON: dict[str, Any] = {  # noqa: RUF012
-        "policy": {"model_name_or_path": "m"},
-        "data": {"path": "d"},
-        "rewards": [{"function": "f:g"}],
-        "privacy": {"epsilon": 1},
-        "rounds": 1,
-    }
-
-    @pytest.mark.parametrize(
-        ("given", "meant"),
-        [("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb"], ["mlflow", "wandb"])],
-    )
-    def test_report_to(self, given: Any, meant: list[str]) -> None:
-        made = make_recipe({**self.COMMON, "tracking": {"report_to": given}})
-        assert made.tracking.report_to == meant
-
-    def test_an_unknown_tracker(self) -> None:
-        with pytest.raises(DprlhfError, match="did you mean 'wandb'"):
-            make_recipe({**self.COMMON, "tracking": {"report_to": ["wanb"]}})

@@ -12,10 +12,8 @@ import torch
 
 import dprlhf
 from dprlhf.data.public import in_memory_prompts
-from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.recipe import load_any_recipe
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.measures import compare, distinct, measure, token_logs
 from helpers import runs, tiny
@@ -196,46 +194,3 @@ def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path
     # A judge trains nothing and is shown nothing but public prompts.
     seen = set((tmp_path / "judge.py.seen").read_text().splitlines())
     assert seen == set(PUBLIC)
-
-
-@pytest.mark.slow
-def test_a_judge_changes_no_policy_and_may_come_later(tmp_path: Path) -> None:
-    model = str(tiny.save(tmp_path / "model"))
-    common = {"rounds": 2, "epsilon": 8.0, "delta": 1e-3}
-    runs.train(model, tmp_path / "a", evaluation_prompts=PUBLIC, **common)
-    runs.train(model, tmp_path / "b", **with_judges(tmp_path, {"gold": "length"}), **common)
-    a, b = runs.weights(tmp_path / "a"), runs.weights(tmp_path / "b")
-    assert all((a[name] == b[name]).all() for name in a)
-    recipe = tmp_path / "a/recipe.yaml"
-    judged = (tmp_path / "b/recipe.yaml").read_text()
-    recipe.write_text(judged.replace(str(tmp_path / "b"), str(tmp_path / "a")))
-    again = dprlhf.resume(
-        tmp_path / "a", prompts=[f"user {i} says" for i in range(100)], reward=runs.lower_case,
-        evaluation_prompts=PUBLIC, quiet=True,
-    )  # fmt: skip
-    assert again.after is not None
-    assert again.after.judges.keys() == {"gold"}
-
-
-@pytest.mark.parametrize(
-    ("judges", "message"),
-    [({"gold": "broken"}, "scores none"), ({"kl": "length"}, "built-in measure"),
-     ({"a_win_rate": "length"}, "built-in measure"), ({"a b": "length"}, "letters")],
-)  # fmt: skip
-def test_bad_judges_are_refused_before_anything_is_spent(
-    tmp_path: Path, judges: dict[str, str], message: str
-) -> None:
-    model = str(tiny.save(tmp_path / "model"))
-    with pytest.raises(DprlhfError, match=message):
-        runs.train(
-            model, tmp_path / "run", rounds=2, epsilon=8.0, delta=1e-3,
-            **with_judges(tmp_path, judges),
-        )  # fmt: skip
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_name_given_twice_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "twice.yaml"
-    file.write_text("evaluation:\n  judges:\n    gold: a:b\n    gold: c:d\n")
-    with pytest.raises(DprlhfError, match="'gold' is given twice"):
-        load_any_recipe(file)

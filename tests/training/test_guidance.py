@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf import DprlhfError
-from dprlhf.data.public import Guides, in_memory_prompts
-from dprlhf.data.users import Users
-from dprlhf.gradients.subspace import Subspace
+from dprlhf.data.public import in_memory_prompts
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import make_recipe
 from dprlhf.training import guidance
-from dprlhf.training.timing import seconds_a_round
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
 from helpers.runs import save_sharp, train
@@ -92,18 +85,6 @@ def test_a_resumed_run_equals_an_unbroken_one(
 
 
 @pytest.mark.slow
-def test_directions_are_kept_for_as_many_rounds_as_asked(model: str, tmp_path: Path) -> None:
-    seen: list[torch.Tensor] = []
-
-    def look(metrics: dict[str, Any]) -> None:
-        seen.append(subspace_in(tmp_path / "run")["directions"])
-
-    train(model, tmp_path / "run", **settings(rounds=5, subspace={"refresh": 2}), callbacks=[look])
-    alike = [bool(torch.equal(a, b)) for a, b in itertools.pairwise(seen)]
-    assert alike == [True, False, True, False]
-
-
-@pytest.mark.slow
 def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) -> None:
     """With other users the first round's subspace is the same, bit for bit."""
     found = []
@@ -168,25 +149,6 @@ def test_public_prompts_without_a_gradient_are_refused_before_a_charge(
     assert [e for e in ledger if e.kind == "charge"] == []
 
 
-def test_prompts_of_the_evaluation_are_not_used(model: str, tmp_path: Path) -> None:
-    rows = Users.__new__(Users)
-    drawn: list[int] = []
-
-    def select(self: Any, chosen: Any) -> Any:
-        drawn.extend(np.asarray(chosen).tolist())
-        raise StopIteration
-
-    rows.count = 30
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Users, "select", select)
-        for seed in range(20):
-            with pytest.raises(StopIteration):
-                Guides(rows, 6).draw(12, np.random.default_rng(seed))
-    assert min(drawn) == 6
-    assert max(drawn) == 29
-    assert all(len(set(drawn[i : i + 12])) == 12 for i in range(0, len(drawn), 12))
-
-
 @pytest.mark.slow
 def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
     file = tmp_path / "public.jsonl"
@@ -203,36 +165,6 @@ def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
             assert not (tmp_path / "run").exists()
         else:
             train(model, tmp_path / "run", **values)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"subspace": {"rank": 13, "prompts": 26}}, "needs at least 26 public prompts"),
-        (
-            {"subspace": {"rank": 100_000, "prompts": 200_000}},
-            "not below the adapter's",
-        ),
-    ],
-)
-def test_too_few_prompts_or_dimensions_are_refused_before_a_charge(
-    model: str, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DprlhfError, match=message):
-        train(model, tmp_path / "run", **settings(**changes))
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_state_of_a_checkpoint_is_what_comes_back() -> None:
-    spec, none = dprlhf.recipe.Subspace(rank=2), Guides(mock.MagicMock())
-    one, other = (guidance.Guidance(spec, none, 0) for _ in range(2))
-    other.load_state(one.state())
-    assert other.state() == {}
-    one._subspace = Subspace(torch.eye(2, 5), 0.3)
-    other.load_state(one.state())
-    assert torch.equal(other.state()["directions"], torch.eye(2, 5))
-    assert float(other.state()["scale"]) == 0.3
 
 
 @pytest.mark.slow
@@ -308,20 +240,3 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
     assert taken == {0: [(12, None)], 6: [(3, kept)] * 4, 24: [(12, kept)]}
     for room in (0, 6):
         torch.testing.assert_close(seen[room], seen[24], rtol=0, atol=1e-4)
-
-
-def test_the_time_of_a_round_counts_what_a_subspace_takes() -> None:
-    """A gradient of each public response; to keep the perplexity a pass and a gradient more."""
-    plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=4.0)
-    phases = {"rollout": 1.0, "reward": 10.0, "update": 100.0}
-
-    def seconds(**subspace: Any) -> float:
-        settings = {"update__subspace": subspace} if subspace else {}
-        made = make_recipe(recipe_settings(rollout__responses=2, **settings))
-        return seconds_a_round(made, plan, phases)
-
-    given = {"rank": 2, "prompts": 8, "refresh": 4, "data": {"path": "public.csv"}}
-    assert seconds() == pytest.approx(2 * 10 * 111)
-    assert seconds(**given) == pytest.approx(2 * (10 + 2) * 111)
-    kept = seconds(**given, keep_perplexity=True)
-    assert kept == pytest.approx(2 * (12 * 111 + 2 * 100 * 4 / 3))

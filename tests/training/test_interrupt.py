@@ -65,12 +65,6 @@ def test_after_the_charge_it_waits_for_the_end_of_the_block(number: signal.Signa
     assert done == ["charge", "tick 1", "save"]
 
 
-def test_without_a_signal_nothing_happens() -> None:
-    with Interruptible() as interrupt:
-        interrupt.checked(lambda rows: None)(1)
-        interrupt.defer()
-
-
 def test_an_error_is_not_replaced_by_the_interrupt() -> None:
     with pytest.raises(ValueError, match="mine"), Interruptible() as interrupt:
         interrupt.defer()

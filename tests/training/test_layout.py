@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,15 +188,6 @@ def test_a_model_to_which_padding_is_text_is_refused(steps: bool) -> None:
         check(policy, shapes_of())
 
 
-def test_a_model_that_computes_nan_is_called_that() -> None:
-    policy = policy_of()
-    policy.model.get_base_model().model.layers[0].mlp.register_forward_hook(
-        lambda module, inputs, output: output * float("nan")
-    )
-    with pytest.raises(DprlhfError, match=r"computes NaN on made-up tokens.*check the model"):
-        check(policy, shapes_of())
-
-
 @pytest.mark.parametrize("where", ["gradients", "log-probabilities"])
 def test_each_phase_is_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"gradients": "recorded_by_user", "log-probabilities": "token_logprobs"}[where]
@@ -230,23 +220,6 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes")
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("decode", "rollout.batch_size"),
-        ("try_last_step", "rollout.batch_size"),
-        ("recorded_by_user", "update.batch_size or data.max_prompt_tokens"),
-    ],
-)
-def test_what_does_not_fit_is_found_at_once_and_its_setting_named(
-    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = layout if name == "try_last_step" else made_up_rounds
-    monkeypatch.setattr(home, name, out_of_memory)
-    with pytest.raises(DprlhfError, match=f"does not fit into memory.*{setting}"):
-        check(policy_of(), shapes_of())
-
-
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = made_up_rounds._made_up
@@ -263,29 +236,6 @@ def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.M
     assert most.count(36) == 1
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize(("shared", "shape"), [(True, (2, 1, 4, 37)), (False, (8, 25))])
-def test_the_last_step_of_sampling_has_its_full_length(
-    kind: tiny.Kind, shared: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = policy_of(kind)
-    masks: list[tuple[int, ...]] = []
-    policy.model.register_forward_hook(
-        lambda module, inputs, named, output: masks.append(tuple(named["attention_mask"].shape)),
-        with_kwargs=True,
-    )
-    shapes, draws = shapes_of(), torch.full((2, 4, 5), 0.5, dtype=torch.float64)
-    monkeypatch.setattr(policy, "end_tokens", [])
-    if not shared:
-        monkeypatch.setattr(policy, "shared_cache", lambda *_: 1)
-    made_up_rounds.decode(policy, [[1], [2]], draws, width=20)
-    real = masks[-1]
-    masks.clear()
-    layout.try_last_step(policy, size=2, width=20, num_generations=4, max_new_tokens=5)
-    assert masks[-1] == real == shape
-    assert shapes.prompt == 20
-
-
 def test_every_response_of_a_row_is_compared() -> None:
     """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
     policy, shapes = policy_of("llama"), shapes_of()
@@ -296,16 +246,6 @@ def test_every_response_of_a_row_is_compared() -> None:
 
 
 # --- whole runs --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_card_says_what_was_checked_and_assumes_nothing_of_rounding(tmp_path: Path) -> None:
-    model = save_sharp(tmp_path / "model")
-    dprlhf.train(**run_settings(model, rounds=1), output_dir=tmp_path / "run")
-    card = json.loads((tmp_path / "run/privacy.json").read_text())
-    assert "checked at start on this machine" in card["rounding"]
-    assert not any("rounds alike" in line for line in card["assumptions"])
-    assert card["rounding"] in (tmp_path / "run/policy/README.md").read_text()
 
 
 @pytest.mark.slow

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.data.in_memory import InMemoryInputs, recipe_of
 from dprlhf.data.users import Users
 from dprlhf.privacy.plan import make_plan
-from dprlhf.recipe import Recipe, load_recipe
-from dprlhf.training.choices import Candidate
+from dprlhf.recipe import Recipe
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.planner import Facts, choose, measure, with_choice
 from helpers.runs import ADAPTER, lower_case
@@ -82,32 +77,6 @@ class TestMeasure:
             ):
                 measure(recipe, sources, prompts=prompts)
 
-    def test_without_public_prompts_nothing_can_be_measured(self, model: str) -> None:
-        recipe, _ = made(model)
-        sources = InMemoryInputs(USERS, lower_case, None)
-        with pytest.raises(DprlhfError, match=r"public prompts.*evaluation\.data"):
-            measure(recipe.model_copy(update={"evaluation": None}), sources)
-
-    def test_a_recipe_that_states_no_epsilon_is_refused(self, model: str) -> None:
-        with pytest.raises(DprlhfError, match=r"privacy\.epsilon"):
-            measure(*made(model, epsilon=float("inf")))
-
-    def test_the_duration_by_hand(self, model: str) -> None:
-        """Users' responses, those of the subspace's fits, and two evaluations."""
-        recipe, _ = made(model, update__subspace={"rank": 2, "prompts": 8, "refresh": 3})
-        plan = make_plan(users=120, rounds=6, delta=1e-5, epsilon=8.0)
-        seconds = {"rollout": 1.0, "reward": 0.5, "update": 0.25}
-        facts = Facts(recipe, 120, 10, mock.Mock(), seconds, evaluation=4, model=None)
-        responses = 120 * 2 + 2 * 8 * 2  # the subspace is fitted in rounds 1 and 4
-        found = facts.seconds_of(Candidate("random-allocation", 6, 1, 1, 2), plan)
-        assert found == pytest.approx(responses * (1.5 + 0.25) + 2 * 4 * 1.5)
-        # What a dry run states, too, with the gradients of the texts' likelihood.
-        subspace = recipe.update.subspace.model_copy(update={"keep_perplexity": True})
-        update = recipe.update.model_copy(update={"subspace": subspace})
-        fluent = replace(facts, recipe=recipe.model_copy(update={"update": update}))
-        longer = fluent.seconds_of(Candidate("random-allocation", 6, 1, 1, 2), plan)
-        assert longer - found == pytest.approx(2 * 8 * 2 * 4 / 3 * 0.25)
-
 
 @pytest.mark.slow
 class TestChoose:
@@ -145,19 +114,6 @@ class TestChoose:
         recipe = with_choice(facts.recipe, best[0].candidate)
         assert recipe.optimizer.learning_rate == pytest.approx(best[0].learning_rate)
 
-    def test_the_overrides_make_the_same_recipe(self, facts: Facts, tmp_path: Path) -> None:
-        best = choose(facts, responses=ONE_PASS)[0][0]
-        file = tmp_path / "recipe.yaml"
-        file.write_text(dprlhf.recipe.dump_recipe(facts.recipe))
-        overridden = load_recipe(file, best.overrides())
-        assert overridden.privacy == with_choice(facts.recipe, best.candidate).privacy
-        assert overridden.rounds == best.plan.rounds
-
-    def test_it_is_json(self, facts: Facts) -> None:
-        best, _ = choose(facts, responses=ONE_PASS, show=1)
-        again = json.loads(json.dumps({**facts.as_dict(), "choices": [best[0].as_dict()]}))
-        assert again["choices"][0]["rounds"] == best[0].plan.rounds
-
 
 @pytest.mark.slow
 def test_a_dry_run_compares_the_noise_of_what_is_released(model: str) -> None:
@@ -165,8 +121,3 @@ def test_a_dry_run_compares_the_noise_of_what_is_released(model: str) -> None:
     plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)
     assert shown["dimension"] > 2
     assert shown["noise_to_clip_ratio"] == pytest.approx(plan.noise_to_clip_ratio(2))
-
-
-def test_the_run_chooses_no_numbers_itself(model: str) -> None:
-    with pytest.raises(DprlhfError, match="dprlhf plan RECIPE"):
-        made(model, privacy__auto=True)

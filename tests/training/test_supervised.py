@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,16 @@ from transformers import (
     BertModel,
     BertTokenizerFast,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
 )
 from typer.testing import CliRunner
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.boundary import Private
 from dprlhf.cli.app import app
-from dprlhf.data.given_rows import rows_from
-from dprlhf.data.users import Prompts, Users
-from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.data.users import Prompts
+from dprlhf.gradients.clipping import clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
-from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.rewards.classifier import ClassifierReward, classifier_tokens
 from dprlhf.rollout import Responses, sample
@@ -49,9 +43,9 @@ from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.trainer import rehearse_end
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
+from helpers.runs import ADAPTER
+from helpers.stages import examples, moved, people, preferences, user_sums, wide_policy
 
-ADAPTER = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
-LORA = recipe.Adapter.model_validate(ADAPTER)
 FORM = (
     recipe.Preferences(path="x"),
     pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected")]),
@@ -74,37 +68,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     BertModel(config).save_pretrained(folder)
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     return str(folder)
-
-
-def wide(policy: Any) -> Any:
-    """The policy in float64, its adapter moved off its start."""
-    policy.model.double()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return policy
-
-
-def policy() -> CausalLMPolicy:
-    return wide(make_policy(tiny.model(), tiny.tokenizer(), LORA))
-
-
-def examples(rows: list[dict[str, Any]], data: recipe.Data) -> Prompts:
-    users = Users(rows_from(rows, data.prompt_column), data)
-    return users.select(np.arange(users.count))
-
-
-def user_sums(
-    task: Task, trained: Any, found: Prompts, clip_norm: float, batch_size: int = 3
-) -> tuple[torch.Tensor, Responses]:
-    encoded = task.encode(trained, found)
-    weights = task.weights(trained, encoded, batch_size)
-    weighted = Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
-    total = clipped_sum(
-        trained, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
-    )
-    return total.bounded.total, encoded
 
 
 def clipped(vector: torch.Tensor, norm: float) -> torch.Tensor:
@@ -135,7 +98,7 @@ def document_loss(trained: CausalLMPolicy, prompt: str, completion: str) -> torc
 
 @pytest.mark.parametrize("clip_norm", [1e6, 0.5])
 def test_sft_clips_each_users_loss_gradient_over_all_its_documents(clip_norm: float) -> None:
-    trained, rows = policy(), examples(DOCUMENTS, OF_USERS)
+    trained, rows = wide_policy(0.1), examples(DOCUMENTS, OF_USERS)
     found, encoded = user_sums(NextTokens(OF_USERS), trained, rows, clip_norm)
     expected = torch.zeros_like(found)
     for user in "abc":
@@ -150,7 +113,7 @@ def test_sft_clips_each_users_loss_gradient_over_all_its_documents(clip_norm: fl
 
 
 def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
-    trained = policy()
+    trained = wide_policy(0.1)
     text = recipe.Documents(path="x", prompt_column="text", completion_column=None)
     encoded = NextTokens(text).encode(trained, examples([{"text": "ab"}], text))
     assert encoded.mask.sum(1).tolist() == [1 + 2 + 1]  # start, two letters, end
@@ -172,7 +135,7 @@ def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
 
 
 def test_a_text_is_followed_by_an_end_whatever_it_ends_with() -> None:
-    trained, data = policy(), recipe.Documents(path="x")
+    trained, data = wide_policy(0.1), recipe.Documents(path="x")
     for text in ("yo", "yo<eos>", "yo<eos>!"):
         encoded = NextTokens(data).encode(
             trained, examples([{"prompt": "hi", "completion": text}], data)
@@ -184,7 +147,7 @@ def test_a_text_is_followed_by_an_end_whatever_it_ends_with() -> None:
 
 @pytest.mark.parametrize("after", ["", " "])
 def test_a_template_that_ends_a_turn_is_followed_by_no_second_end(after: str) -> None:
-    trained = policy()
+    trained = wide_policy(0.1)
     trained.tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos>" + after + "{% endfor %}"
         "{% if add_generation_prompt %}<a>{% endif %}"
@@ -215,7 +178,7 @@ def test_a_conversation_is_learnt_as_its_template_writes_it(template: str) -> No
     """Prompt and completion are the rendered row, token for token, in every stage."""
     pytest.importorskip("trl")
     file = Path(find_spec("trl").submodule_search_locations[0]) / f"chat_templates/{template}.jinja"  # type: ignore[union-attr, index]
-    trained = policy()
+    trained = wide_policy(0.1)
     trained.tokenizer.chat_template = file.read_text()
     ask, yo, no = ([{"role": r, "content": t}] for r, t in
                    [("user", "hi"), ("assistant", "yo"), ("assistant", "no")])  # fmt: skip
@@ -250,7 +213,7 @@ def test_a_conversation_is_learnt_as_its_template_writes_it(template: str) -> No
 
 
 def test_a_response_is_sampled_behind_what_its_row_has_for_the_template() -> None:
-    trained, data = policy(), recipe.Data(path="x")
+    trained, data = wide_policy(0.1), recipe.Data(path="x")
     trained.chat_template_kwargs = {"mood": "calm ", "tone": "low "}
     trained.tokenizer.chat_template = (
         "{{ mood }}{{ tone }}{% for t in tools or [] %}{{ t.name }} {% endfor %}"
@@ -273,7 +236,7 @@ def test_a_response_is_sampled_behind_what_its_row_has_for_the_template() -> Non
 
 
 def test_a_reward_gets_of_a_cut_prompt_what_the_policy_saw() -> None:
-    trained, spec = policy(), recipe.Rollout(max_new_tokens=1, batch_size=2)
+    trained, spec = wide_policy(0.1), recipe.Rollout(max_new_tokens=1, batch_size=2)
     trained.tokenizer.chat_template = "{{ messages[0].content }}:{{ messages[-1].content }}"
     talk = [{"role": "system", "content": "aaaaaa"}, {"role": "user", "content": "why?"}]
     for given, seen in (
@@ -293,7 +256,7 @@ def test_a_reward_gets_of_a_cut_prompt_what_the_policy_saw() -> None:
     "bad", [{"tokenize": False}, {"chat_template": "{{ 1 }}"}, ["x"], {"tools": []}]
 )
 def test_a_row_sets_nothing_but_the_arguments_of_its_own_template(bad: Any) -> None:
-    trained = policy()
+    trained = wide_policy(0.1)
     trained.tokenizer.chat_template = "{{ messages[0].content }}"
     asked = [{"role": "user", "content": "hi"}]
     with pytest.raises(DprlhfError, match="the template's own arguments"):
@@ -329,7 +292,7 @@ def test_pairs_clip_each_users_bradley_terry_gradient(
     spec = recipe.Policy(
         model_name_or_path=path, adapter=recipe.Adapter(type="lora", target_modules=targets)
     )
-    trained = wide(load_reward_model(spec, None))
+    trained = moved(load_reward_model(spec, None), 0.1)
     assert any("score" in n or "classifier" in n for n in trained.parameters)
     found, encoded = user_sums(Pairs(OF_PAIRS), trained, examples(PAIRS, OF_PAIRS), clip_norm, 4)
 
@@ -361,7 +324,7 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
     ]
     names = ["bad", "meh", "good"]
     spec = recipe.Policy(model_name_or_path=encoder, adapter=VALUE_BIASES)
-    trained, task = wide(load_reward_model(spec, names)), Labels(data, names)
+    trained, task = moved(load_reward_model(spec, names), 0.1), Labels(data, names)
     found, encoded = user_sums(task, trained, examples(rows, data), 1e6)
     expected = torch.zeros_like(found)
     for user in "ab":
@@ -399,16 +362,6 @@ def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
         "output_dir": str(folder),
     }
     return recipe.SFTRecipe.model_validate(values | changes)
-
-
-def people(first: int, count: int) -> list[dict[str, str]]:
-    return [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in
-            range(first, first + count)]  # fmt: skip
-
-
-def preferences(first: int, count: int) -> list[dict[str, str]]:
-    return [{"user": f"u{i}", "prompt": "it was", "chosen": " aaaa", "rejected": " zzz"} for i in
-            range(first, first + count)]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -484,82 +437,7 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
     assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 
 
-NOT_OF_ROWS_IN_MEMORY = {"skip", "limit", "name", "revision", "split"}
 """Settings of data that the code for files reads, which all stages share."""
-
-
-def leaves(
-    section: recipe.Settings, prefix: str = ""
-) -> Iterator[tuple[recipe.Settings, str, str]]:
-    for name in type(section).model_fields:
-        value = vars(section)[name]
-        if isinstance(value, recipe.Settings):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield section, name, prefix + name
-
-
-@pytest.mark.slow
-def test_every_setting_that_a_stage_takes_is_read_or_refused(
-    model: str, encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared section has settings of which a stage reads a part: the others are refused."""
-    places: dict[int, tuple[Any, dict[str, str]]] = {}
-    read: set[str] = set()
-    own_read, own_copy = recipe.Settings.__getattribute__, recipe.Settings.model_copy
-
-    def noting(section: Any, name: str) -> Any:
-        if id(section) in places and name in places[id(section)][1]:
-            read.add(places[id(section)][1][name])
-        return own_read(section, name)
-
-    def copied(section: Any, **changes: Any) -> Any:
-        made = own_copy(section, **changes)
-        if id(section) in places:
-            places[id(made)] = made, places[id(section)][1]
-        return made
-
-    monkeypatch.setattr(recipe.Settings, "__getattribute__", noting)
-    monkeypatch.setattr(recipe.Settings, "model_copy", copied)
-    monkeypatch.setattr("dprlhf.api.from_memory", lambda stage, **_: stage)  # it makes a new one
-    # These compare settings, and so read those that have no effect.
-    monkeypatch.setattr("dprlhf.training.build.without_effect", lambda _: [])
-    loss = {"data": {"path": "in-memory"}, "prompts": 4}
-    base = sft(model, tmp_path / "sft", evaluation=loss).model_dump() | {"rounds": 1}
-    shared = {key: base[key] for key in ("optimizer", "privacy", "rounds")}
-    pairs = {key: base["data"][key] for key in ("path", "user_column", "max_prompts_per_user")}
-
-    def of(**lengths: int) -> dict[str, Any]:
-        rows = pairs | lengths
-        return {"data": rows, "evaluation": loss, **shared}
-
-    stages = [
-        recipe.SFTRecipe.model_validate(base),
-        recipe.DPORecipe.model_validate({"policy": base["policy"], **of()}),
-        recipe.RewardRecipe.model_validate(
-            {
-                "policy": {
-                    "model_name_or_path": encoder,
-                    "adapter": {**ADAPTER, "target_modules": ["query"]},
-                },
-                **of(max_tokens=24),
-            }
-        ),
-    ]
-    for stage in stages:
-        read.clear()
-        for section, name, path in leaves(stage):
-            places.setdefault(id(section), (section, {}))[1][name] = path
-        rows = (people, preferences)[stage.stage != "sft"]
-        public = [{**row, "prompt": f"so it {i}"} for i, row in enumerate(rows(90, 4))]
-        dprlhf.train_stage(stage, data=rows(0, 20), evaluation_data=public, quiet=True,
-                           output_dir=tmp_path / stage.stage)  # fmt: skip
-        unread = {
-            path
-            for _, name, path in leaves(stage)
-            if not ("data." in path and name in NOT_OF_ROWS_IN_MEMORY)
-        }
-        assert sorted(unread - read - set(stage.unread)) == [], stage.stage
 
 
 def test_the_rehearsal_of_the_end_leaves_nothing(
@@ -742,108 +620,31 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     Path("docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in people(0, 20)))
     Path("sft.yaml").write_text(
-        f"stage: sft\npolicy: {{model_name_or_path: {model}, adapter: {json.dumps(ADAPTER)}}}\n"
+        f"policy: {{model_name_or_path: {model}, adapter: {json.dumps(ADAPTER)}}}\n"
         "data: {path: docs.jsonl, user_column: user, max_completion_tokens: 8}\n"
         "privacy: {epsilon: 8}\nrounds: 2\n"
-    )
+    )  # the command implies the stage
     runner = CliRunner()
     held = sorted(Path().rglob("*"))
     ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
     plan = json.loads(ahead.output.splitlines()[-1])
     assert 7.9 < plan["epsilon"] <= 8
     assert (plan["users"], plan["users_a_round"], plan["seconds_a_row"]) == (20, 10, None)
-    shown = runner.invoke(app, ["sft", "sft.yaml", "--dry-run"]).output
-    assert "estimated time       unknown: there are no public rows" in shown
     assert sorted(Path().rglob("*")) == held  # nothing was written
     done = runner.invoke(app, ["sft", "sft.yaml", "update.batch_size=8", "--output-dir", "one"])
     assert done.exit_code == 0, done.output
-    assert "the next stage names one/model" in done.output
-    told = runner.invoke(app, ["privacy", "total", "one", "--json"])
-    told_json = json.loads(told.output)
-    assert told_json["epsilon"] <= 8
-    assert told_json["by_run"][0]["epsilon"] == told_json["epsilon"]
+    told = json.loads(runner.invoke(app, ["privacy", "total", "one", "--json"]).output)
+    assert told["by_run"][0]["epsilon"] == told["epsilon"] <= 8
     table = runner.invoke(app, ["privacy", "total", "one"]).output.splitlines()
-    assert table[0].split()[:3] == ["run", "stage", "epsilon"]
-    assert table[1].split()[:2] == ["one", "sft"]
-    assert told_json["epsilon"] <= float(table[1].split()[2]) < told_json["epsilon"] * 1.01
-    assert "{" not in "".join(table)
+    assert told["epsilon"] <= float(table[1].split()[2]) < told["epsilon"] * 1.01
     assert runner.invoke(app, ["resume", "one"]).exit_code == 0
-    wrong = runner.invoke(app, ["reward", "sft.yaml"])
-    assert "a recipe of stage sft" in str(wrong.exception)
-    with pytest.raises(DprlhfError, match="run it with dprlhf sft"):
-        dprlhf.train("sft.yaml")
-    named = Path("sft.yaml").read_text()
-    Path("sft.yaml").write_text(named.replace("stage: sft\n", ""))  # the command implies it
-    ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
-    assert json.loads(ahead.output.splitlines()[-1])["users"] == 20
-    Path("sft.yaml").write_text("stage: sf\n")
-    with pytest.raises(DprlhfError, match="did you mean 'sft'"):
-        dprlhf.train_stage("sft.yaml")
-
-
-def test_a_recipe_of_private_updates_names_its_command(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("rewards: [{function: 'a:b'}]\nupdate: {name: pg}\n")
-    done = CliRunner().invoke(app, ["sft", str(file)])
-    assert str(done.exception) == (
-        f"{file}: a recipe of private updates: run it with dprlhf train {file}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"update": {"clip_norm": float("inf")}}, "clip_norm must be finite"),
-        ({"rollout": {}}, "Extra inputs"),
-        ({"policy": {"model_name_or_path": "x", "adapter": {"init": "public-activations"}}},
-         "needs public rows"),
-        ({"policy": {"model_name_or_path": "x", "adapter":
-                     {"init": "public-contrast", "contrast_column": "kind"}},
-          "evaluation": {"data": {"path": "public"}}}, "public-contrast is for dprlhf train"),
-        ({"data": {"path": "same"}, "evaluation": {"data": {"path": "same"}}}, "private users"),
-    ],
-)  # fmt: skip
-def test_recipes_that_contradict_themselves(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sft("x", Path("y"), **changes)
 
 
 # --------------------------------------------------------------------------- what is cut of a row
 
 
-def test_each_task_knows_which_rows_it_cuts() -> None:
-    """A row is cut if keeping one more token changes what is encoded."""
-    trained = policy()
-    rows = [
-        {"prompt": "ab", "completion": "cd", "chosen": "ef", "rejected": "g"},
-        {"prompt": "a" * 9, "completion": "cd", "chosen": "ef", "rejected": "g"},
-        {"prompt": "ab", "completion": "c" * 9, "chosen": "ef", "rejected": "g" * 9},
-    ]
-    limits = {"path": "x", "max_prompt_tokens": 6, "max_completion_tokens": 6}
-    documents = recipe.Documents(**limits)
-    whole = recipe.Documents(**limits, completion_column=None)
-    pairs = recipe.Preferences(path="x", max_tokens=6)
-    preferred = recipe.DPORecipe.model_validate(
-        {
-            "policy": {"model_name_or_path": "m", "adapter": ADAPTER},
-            "data": limits,
-            "privacy": {"epsilon": 1.0},
-            "rounds": 1,
-        }
-    )
-    tasks: list[tuple[Task, recipe.Data]] = [
-        (NextTokens(documents), documents),
-        (NextTokens(whole), whole),
-        (Pairs(pairs), pairs),
-        (PreferredAnswers(preferred), preferred.data),
-    ]
-    expected = [[False, True, True], [False, True, False], [False, True, True], [False, True, True]]
-    for (task, data), cut in zip(tasks, expected, strict=True):
-        assert task.cut(trained, examples(rows, data)) == cut
-
-
 def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() -> None:
-    trained = policy()
+    trained = wide_policy(0.1)
     plain, inner = trained.tokenizer, trained.tokenizer.backend_tokenizer
     start, end, *texts = (plain(text)["input_ids"] for text in ("!", "<eos>", "hi", "yo", "no"))
     inner.post_processor = TemplateProcessing(
@@ -864,15 +665,6 @@ def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() 
     assert classifier_tokens(plain, ["hi"], ["hi"], whole=False, max_tokens=9) == [
         start + texts[0] + end
     ]
-
-
-def test_labelled_texts_that_are_cut(encoder: str) -> None:
-    labels = ["bad", "good"]
-    spec = recipe.Policy(model_name_or_path=encoder, adapter=VALUE_BIASES)
-    data = recipe.Preferences(path="x", label_column="label", max_tokens=6)
-    rows = [{"prompt": text, "label": "good"} for text in ("a", "a b c d", "a b c d e")]
-    trained = load_reward_model(spec, labels)
-    assert Labels(data, labels).cut(trained, examples(rows, data)) == [False, False, True]
 
 
 # ------------------------------------------------------------- labels that are written as numbers
@@ -959,21 +751,6 @@ def test_answers_that_are_messages_need_a_chat_template(model: str, tmp_path: Pa
     assert "SECRET" not in told
 
 
-def test_pairs_of_two_forms_are_refused(tmp_path: Path) -> None:
-    chat = tiny.tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
-    base = str(tiny.save(tmp_path / "base"))
-    chat.save_pretrained(base)
-    mixed = [
-        {"user": f"u{i}", "prompt": "it was", "chosen": said("a"), "rejected": said("b")}
-        for i in range(8)
-    ]
-    refused(rewarding(base, tmp_path / "run"), "give both as text, or both as", data=mixed)
-    data = {"path": "in-memory", "prompt_column": "chosen"}
-    within = rewarding(base, tmp_path / "run", data=data)
-    refused(within, "data.prompt_column and data.chosen_column are both 'chosen'", data=mixed)
-
-
 def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     """A form of which a made-up row is refused although the users' rows are read stops a run."""
     part = pa.list_(pa.struct([("type", pa.string()), ("text", pa.string())]))
@@ -998,28 +775,6 @@ def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     assert {tuple(isinstance(x, str) for x in form) for form in forms} == {
         (a, b) for a in (True, False) for b in (True, False)
     }
-
-
-@pytest.mark.slow
-def test_rows_of_any_form_that_can_be_read_are_not_refused(tmp_path: Path) -> None:
-    chat = tiny.tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
-    base = str(tiny.save(tmp_path / "base"))
-    chat.save_pretrained(base)
-    asked = [{"role": "user", "content": "hi"}]
-    pair = {"chosen": [*asked, *said("a")], "rejected": [*asked, *said("b")]}
-    implicit = {"path": "in-memory", "prompt_column": "chosen"}
-    talk = {"path": "in-memory", "completion_column": None}
-    label = {"path": "in-memory", "label_column": "label"}
-    for number, (make, data, row, more) in enumerate((
-        (sft, DATA, {"prompt": "it was", "completion": said("a")}, {}),
-        (sft, talk, {"prompt": [*asked, *said("a")]}, {}),
-        (preferring, implicit, pair, {}),
-        (rewarding, label, {"prompt": asked, "label": 1}, {"labels": ["1", "2"]}),
-    )):  # fmt: skip
-        spec = make(base, tmp_path / f"run{number}", data=data, rounds=1, **more)
-        rows = [{"user": f"u{i}", **row} for i in range(4)]
-        dprlhf.train_stage(spec, data=rows, quiet=True)
 
 
 def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
@@ -1047,18 +802,6 @@ def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
         )
 
 
-def test_a_public_row_that_is_not_used_may_be_odd(model: str, tmp_path: Path) -> None:
-    spec = sft(
-        model,
-        tmp_path / "run",
-        evaluation={"data": {"path": "in-memory"}, "prompts": 5, "declared_public": True},
-        rounds=1,
-    )
-    public = [*people(90, 5), {**people(99, 1)[0], "completion": None}]
-    run = dprlhf.train_stage(spec, data=people(0, 8), evaluation_data=public, quiet=True)
-    assert run.after["loss"].mean > 0
-
-
 # ------------------------------------------------------------------------- start tokens, positions
 
 
@@ -1069,7 +812,7 @@ def learnt_of(task: Task, trained: CausalLMPolicy, rows: Prompts) -> str:
 
 
 def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
-    trained = policy()
+    trained = wide_policy(0.1)
     trained.tokenizer.bos_token = "<eos>"
     trained.tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
@@ -1093,39 +836,6 @@ def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
     assert learnt_of(NextTokens(data), trained, rows) == "<eos>o<eos>"
 
 
-def test_roberta_is_trained_at_the_positions_that_it_has(tmp_path: Path) -> None:
-    """Of 34 positions, three are in front of a text's first token."""
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=34, pad_token_id=2, num_labels=2,
-    )  # fmt: skip
-    network = RobertaForSequenceClassification(config).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    network.save_pretrained(tmp_path / "base")
-    plain = tiny.tokenizer()
-    plain.pad_token = plain.convert_ids_to_tokens(2)
-    plain.save_pretrained(tmp_path / "base")
-    adapter = {"type": "lora", "rank": 2, "target_modules": ["query"]}
-    spec = recipe.Policy.model_validate(
-        {"model_name_or_path": str(tmp_path / "base"), "adapter": adapter}
-    )
-    trained = load_reward_model(spec, ["bad", "good"])
-    for width in (8, 30, 31):
-        text = torch.arange(5, 5 + width)[None]
-        rows = torch.cat([text, torch.tensor([[1]])], 1)
-        with torch.no_grad():
-            found = trained.response_logprobs(rows, torch.ones_like(rows), 1)
-            own = network(input_ids=text).logits.log_softmax(1)[:, 1:]
-        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-6)
-    trained.check_context_length(31, "31 tokens are", "the model")
-    with pytest.raises(DprlhfError, match="32 tokens are more than the 31 positions of the model"):
-        trained.check_context_length(32, "32 tokens are", "the model")
-
-
 def test_a_tokenizer_that_warns_puts_no_text_into_a_log(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1144,16 +854,3 @@ def test_a_tokenizer_that_warns_puts_no_text_into_a_log(
         dprlhf.train_stage(sft(model, tmp_path / "run", rounds=2), data=rows, quiet=True)
     assert not any("zanzibar" in str(one.message) for one in caught)
     assert "zanzibar" not in "".join(capfd.readouterr())
-
-
-def test_a_column_of_texts_and_messages_is_not_refused_for_one_of_both(
-    model: str, tmp_path: Path
-) -> None:
-    """Without a chat template the texts can be read, and only the others' users are not."""
-    file = tmp_path / "mixed.jsonl"
-    mixed = [*people(0, 8), {"user": "u8", "prompt": "it was", "completion": said("b")}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    spec = sft(model, tmp_path / "run", data={**DATA, "path": str(file)}, rounds=1)
-    dprlhf.train_stage(spec, quiet=True)
-    [line] = (tmp_path / "run/secret/telemetry-0.jsonl").read_text().splitlines()
-    assert json.loads(line)["users_not_readable"] == 1

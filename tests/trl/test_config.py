@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import trl
-from transformers import HfArgumentParser
 
 from dprlhf.errors import DprlhfError
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
@@ -90,48 +89,6 @@ def test_a_value_that_has_no_private_meaning_is_refused(given: dict[str, Any], s
         PrivateGRPOConfig(output_dir="x", privacy_epsilon=4.0, **given)
 
 
-@pytest.mark.parametrize("own", [PrivateGRPOConfig, PrivateRLOOConfig])
-@pytest.mark.parametrize(
-    "budget",
-    [{}, {"privacy_epsilon": 1.0, "privacy_noise_multiplier": 1.0}, {"privacy_epsilon": 0.0}],
-)
-def test_a_budget_is_asked_for(own: Any, budget: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="privacy_epsilon"):
-        own(output_dir="x", **budget)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "takes"),
-    [
-        ("privacy_epsilon", "4", "a number or None"),
-        ("privacy_epsilon", True, "a number or None"),
-        ("privacy_delta", "1e-5", "a number"),
-        ("privacy_participations", 1.5, "a whole number or None"),
-        ("privacy_lora_fa", "no", "True or False"),
-        ("privacy_previous", "runs/first", "a list"),
-        ("privacy_subspace", "model", "a mapping or None"),
-        ("privacy_subspace", 4, "a mapping or None"),
-        ("privacy_unit", 3, "a text or None"),
-    ],
-)
-def test_a_setting_of_another_type_is_named(name: str, value: Any, takes: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} takes {takes}, not "):
-        PrivateGRPOConfig(output_dir="x", **{"privacy_epsilon": 4, name: value})
-
-
-@pytest.mark.parametrize("own", [PrivateGRPOConfig, PrivateRLOOConfig])
-def test_a_command_line_takes_a_mapping_as_json(own: Any) -> None:
-    """As it takes TRL's own settings that are mappings."""
-    given = ["--output_dir", "x", "--privacy_epsilon", "4", "--privacy_subspace"]
-    (config,) = HfArgumentParser(own).parse_args_into_dataclasses(
-        [*given, '{"rank": 4, "prompts": 64}']
-    )
-    assert config.privacy_subspace == {"rank": 4, "prompts": 64}
-    assert as_private(config, own, "x") is config
-    (config,) = HfArgumentParser(own).parse_args_into_dataclasses(given[:-1])
-    assert config.privacy_subspace == configs.AUTO
-
-
 def test_a_baseline_is_one() -> None:
     for budget in ({"privacy_epsilon": math.inf}, {"privacy_noise_multiplier": 0.0}):
         assert PrivateGRPOConfig(output_dir="x", **budget).is_baseline
@@ -154,18 +111,6 @@ def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(
     said = capsys.readouterr().err
     assert said.count("loss_type='grpo' (TRL: 'dapo')") == 1
     assert "num_train_epochs=1.0 (TRL: 3.0)" in said
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [{"per_device_train_batch_size": 2, "steps_per_generation": 4},
-     {"per_device_train_batch_size": 1, "generation_batch_size": 8},
-     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}],
-)  # fmt: skip
-def test_from_trl_takes_every_way_to_say_how_much_is_generated(sizes: dict[str, int]) -> None:
-    given = trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False, num_generations=8, **sizes)
-    made = PrivateGRPOConfig.from_trl(given, privacy_epsilon=2.0)
-    assert made.generation_batch_size == given.generation_batch_size == 8
 
 
 def test_from_trl_refuses_what_is_refused() -> None:

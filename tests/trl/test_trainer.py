@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import numpy as np
 import peft
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     EarlyStoppingCallback,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -27,13 +25,13 @@ from transformers import (
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.file_times import public_time
-from dprlhf.recipe import Recipe, dump_recipe, load_recipe, make_recipe
+from dprlhf.recipe import Recipe, dump_recipe, make_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.publish import merge
 from dprlhf.training.processes import Processes
 from dprlhf.trl import PrivateGRPOConfig, PrivateGRPOTrainer, PrivateRLOOConfig, PrivateRLOOTrainer
 from dprlhf.trl.resuming import continued
-from helpers import agents, tiny
+from helpers import tiny
 from helpers.recipes import recipe_settings
 from helpers.runs import lower_case, save_sharp, weights
 
@@ -105,22 +103,6 @@ def test_a_trainer_is_the_run_of_its_recipe(model: str, tmp_path: Path, one_key:
     assert 0 < out.metrics["epsilon"] <= 8
 
 
-@pytest.mark.slow
-def test_a_name_and_an_object_give_the_same_run(
-    model: str, tmp_path: Path, one_key: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The noise's stream is named by a hash that covers the recipe, which says name or object.
-    monkeypatch.setattr("dprlhf.runs.opening.recipe_digest", lambda recipe: "one digest")
-    trainer(model, tmp_path / "a").train()
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    trainer(loaded, tmp_path / "b", processing_class=tokenizer).train()
-    trainer(AutoModelForCausalLM.from_pretrained(model), tmp_path / "c").train()
-    assert same_weights(tmp_path / "a", tmp_path / "b")
-    assert same_weights(tmp_path / "a", tmp_path / "c")
-    assert load_recipe(tmp_path / "b/recipe.yaml").policy.model_name_or_path == "in-memory"
-
-
 class Stop(TrainerCallback):  # type: ignore[misc]
     """Interrupts a run, or asks it to stop, after a round."""
 
@@ -168,42 +150,6 @@ def test_an_interrupted_run_continues_to_the_same_weights(
         trainer(model, tmp_path / "b").train()
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(
-    model: str, tmp_path: Path, one_key: None
-) -> None:
-    """As in TRL, where a checkpoint holds it; a callback hears of new rounds alone."""
-    given = {"metric_for_best_model": "reward", **EVERY_ROUND}
-    whole = trainer(model, tmp_path / "a", **given)
-    whole.train()
-    with pytest.raises(KeyboardInterrupt):
-        trainer(model, tmp_path / "b", callbacks=[Stop(2)], **given).train()
-    seen = Stop(-1)
-    resumed = trainer(model, tmp_path / "b", callbacks=[seen], **given)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.log_history == whole.state.log_history
-    assert resumed.state.best_metric == whole.state.best_metric is not None
-    assert resumed.state.best_global_step == whole.state.best_global_step
-    assert [entry["step"] for entry in whole.state.log_history] == [0, 1, 1, 2, 2, 3, 3, 3]
-    assert seen.seen == ["reward", "reward"]  # the last round, and the summary of the whole run
-
-
-def test_what_there_is_not_before_training(model: str, tmp_path: Path) -> None:
-    made = trainer(model, tmp_path / "run", eval_dataset=PUBLIC)
-    assert math.isfinite(made.evaluate()["eval_reward"])
-    for call, said in [
-        (made.save_model, "nothing to save before train"),
-        (made.push_to_hub, "nothing to push before train"),
-        (lambda: made.privacy, "no privacy card before train"),
-        (lambda: made.train(resume_from_checkpoint=True), "there is no .*run"),
-        (lambda: made.train(resume_from_checkpoint="elsewhere"), "there is no elsewhere"),
-        (lambda: made.train(resume_from_checkpoint="run/checkpoint-500"), "Pass True, with"),
-    ]:
-        with pytest.raises(DprlhfError, match=said):
-            call()
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_path: Path) -> None:
     stop = Stop(1, politely=True)
     stopped = trainer(model, tmp_path / "a", callbacks=[stop])
@@ -216,30 +162,7 @@ def test_a_callback_stops_a_run_that_can_be_saved_and_continued(model: str, tmp_
     assert again.train(resume_from_checkpoint=True).global_step == 3
 
 
-def never_better(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
 EVERY_ROUND = {"eval_dataset": PUBLIC, "eval_strategy": "steps", "eval_steps": 1}
-
-
-@pytest.mark.slow
-def test_transformers_early_stopping_stops_a_run(model: str, tmp_path: Path) -> None:
-    """By metrics of public prompts; the guarantee stays that of all rounds that were planned."""
-    watched = EVERY_ROUND | {"metric_for_best_model": "reward", "reward_funcs": never_better}
-    made = trainer(
-        model, tmp_path / "a", callbacks=[EarlyStoppingCallback(1)], max_steps=6, **watched
-    )
-    out = made.train()
-    assert out.global_step == 2  # the first is the best so far
-    assert (made.state.best_metric, made.state.best_global_step) == (1.0, 1)
-    assert made.privacy["rounds"] == 6
-    assert out.metrics["epsilon"] == made.privacy["epsilon"]
-    again = trainer(
-        model, tmp_path / "a", callbacks=[EarlyStoppingCallback(9)], max_steps=6, **watched
-    )
-    assert again.train(resume_from_checkpoint=True).global_step == 6
-    assert (again.state.best_metric, again.state.best_global_step) == (1.0, 1)
 
 
 def test_the_events_that_callbacks_hear_of(model: str, tmp_path: Path) -> None:
@@ -271,63 +194,6 @@ def test_several_public_datasets_are_evaluated_one_by_one(model: str, tmp_path: 
     for wrong, said in (({"one": PUBLIC, "users": PROMPTS}, "is the train"), (unlike, "differ")):
         with pytest.raises(DprlhfError, match=f"^eval_dataset.*{said}"):
             trainer(model, tmp_path / "a", eval_dataset=wrong)
-
-
-def test_a_run_says_what_a_step_is_and_ends_with_the_guarantee(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{**row, "customerId": i // 2} for i, row in enumerate(PROMPTS)]
-    made = trainer(model, tmp_path / "a", train_dataset=rows)
-    made.train()
-    last = made.state.log_history[-1]
-    assert math.isnan(last["train_loss"])
-    assert (last["epsilon"], last["delta"]) == (made.privacy["epsilon"], 1e-5)
-    said = capsys.readouterr().err
-    assert "a step    is a round: about 20 users with at most 1 prompt(s) each, 2 resp" in said
-    assert "one a user; a prompt keeps its last 32 tokens, and that is what rewards see" in said
-    assert "users     60, in 3 rounds" in said
-    assert "epsilon 8 at delta 1e-05; user = one row" in said
-    assert "the column 'customerId' looks like the name of whoever" in said
-    assert said.splitlines()[-1].startswith("dprlhf: guarantee: (")
-    trainer(model, tmp_path / "b", train_dataset=rows, user_column="customerId").train()
-    said = capsys.readouterr().err
-    assert "looks like" not in said
-    assert "customerId" in said.splitlines()[-1]  # the unit
-
-
-@pytest.mark.parametrize(("greater", "best"), [(None, max), (False, min)])
-def test_the_best_public_metric_is_kept(
-    model: str, tmp_path: Path, greater: bool | None, best: Any
-) -> None:
-    made = trainer(
-        model, tmp_path / "a", metric_for_best_model="eval_kl", greater_is_better=greater,
-        **EVERY_ROUND,
-    )  # fmt: skip
-    made.train()
-    told = {e["eval_kl"]: e["step"] for e in made.state.log_history if e.get("eval_kl")}
-    assert len(told) == 3  # of the rounds; that of the base model is 0, and none of them
-    assert made.state.best_metric == best(told)
-    assert made.state.best_global_step == told[made.state.best_metric]
-
-
-@pytest.mark.slow
-def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_round(
-    model: str, tmp_path: Path
-) -> None:
-    unknown = trainer(model, tmp_path / "a", metric_for_best_model="accuracy", **EVERY_ROUND)
-    with pytest.raises(
-        DprlhfError, match=r"^metric_for_best_model='accuracy': .*eval_kl.*eval_rew"
-    ):
-        unknown.train()
-    assert not (tmp_path / "a").exists()
-    own: dict[str, Any] = {"compute_metrics": lambda told: {"accuracy": len(told.predictions)}}
-    for metric in ("accuracy", "eval_reward_win_rate"):
-        made = trainer(
-            model, tmp_path / metric, metric_for_best_model=metric, max_steps=2, **own,
-            **EVERY_ROUND,
-        )  # fmt: skip
-        made.train()
-        assert made.state.best_metric is not None
 
 
 class Watch(TrainerCallback):
@@ -365,93 +231,6 @@ def test_hooks_that_came_after_the_trainer_was_made_are_refused(model: str, tmp_
     assert not (tmp_path / "a").exists()
     hook.remove()
     made.train()  # nothing has moved yet
-
-
-def test_a_trainer_that_was_refused_may_train_and_has_nothing_to_save(
-    model: str, tmp_path: Path
-) -> None:
-    made = trainer(model, tmp_path / "a")
-    with (
-        mock.patch("dprlhf.training.build.rehearse_end", side_effect=DprlhfError("missing")),
-        pytest.raises(DprlhfError, match="missing"),
-    ):
-        made.train()
-    with pytest.raises(DprlhfError, match="nothing to save"):
-        made.save_model(tmp_path / "saved")
-    made.train()
-    other = trainer(model, tmp_path / "a")
-    with pytest.raises(DprlhfError, match="no privacy card before train"):
-        _ = other.privacy
-    changed = trainer(model, tmp_path / "a", train_dataset=PROMPTS[:-1])
-    with pytest.raises(DprlhfError):
-        changed.train(resume_from_checkpoint=True)
-    with pytest.raises(DprlhfError, match="nothing to save"):
-        changed.save_model(tmp_path / "saved")
-
-
-def test_an_error_says_how_this_run_is_continued(model: str, tmp_path: Path) -> None:
-    """Its users were given in Python, so the command line cannot continue it."""
-
-    class Broken(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            raise ValueError
-
-    given = AutoModelForCausalLM.from_pretrained(model)
-    made = trainer(given, tmp_path / "a", callbacks=[Broken()])
-    for action in (made.train, made.push_to_hub):
-        with pytest.raises(DprlhfError, match=r"train\(resume_from_checkpoint=True\)") as caught:
-            action()
-        assert "dprlhf resume" not in str(caught.value)
-    afresh = AutoModelForCausalLM.from_pretrained(model)
-    trainer(afresh, tmp_path / "a").train(resume_from_checkpoint=True)
-    with pytest.raises(DprlhfError, match="was given in Python: merge it there"):
-        merge(tmp_path / "a", tmp_path / "merged")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"privacy_max_prompt_tokens": 400}, "privacy_max_prompt_tokens, max_completion_length"),
-        ({"train_dataset": PROMPTS[:2], "max_steps": 9}, "max_steps"),
-        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs, max_steps"),
-        ({"max_steps": 2, "num_train_epochs": 3}, "num_train_epochs, max_steps"),
-        ({"user_column": "who"}, "train_dataset"),
-        ({"use_vllm": True}, "use_vllm"),
-    ],
-    ids=str,
-)
-def test_an_error_names_the_trainers_own_settings(
-    model: str, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(DprlhfError, match=rf"\(of this trainer: .*{said}") as refused:
-        trainer(model, tmp_path / "run", **changes).train()
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("response", "width"), [(108, 20), (6, 122)])
-def test_the_longest_prompt_is_what_the_responses_leave_of_the_context(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], response: int, width: int
-) -> None:
-    """TRL cuts no prompt: here it is cut as late as can be, and a reward sees what is left."""
-    lengths = set()
-
-    def noted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        lengths.update(map(len, prompts))
-        return [0.0] * len(prompts)
-
-    made = trainer(
-        model, tmp_path / "a", max_completion_length=response, privacy_max_prompt_tokens=None,
-        max_steps=1, eval_dataset=[{"prompt": f"{i}" * 130} for i in range(4)],
-        train_dataset=[{"prompt": f"{i:04}" * 40} for i in range(8)], reward_funcs=noted,
-    )  # fmt: skip
-    made.train()
-    made.evaluate()
-    assert f"a prompt keeps its last {width} tokens" in capsys.readouterr().err
-    held = load_recipe(made.folder.recipe)
-    assert held == made.recipe.model_copy(
-        update={"rollout": held.rollout, "policy": held.policy}  # batch size and dtype
-    )
-    assert max(lengths) == width
 
 
 def test_a_callback_that_lacks_its_metric_is_refused_before_there_is_a_folder(
@@ -496,38 +275,6 @@ def test_a_refused_model_stays_without_an_adapter(model: str, tmp_path: Path) ->
         assert not hasattr(given, "peft_config")
         assert all(p.requires_grad for p in given.parameters())
     assert trainer(given, tmp_path / "a").train().global_step == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"peft_config": {"r": 1}}, "unknown key 'policy.adapter.r'"),
-        ({"peft_config": "lora"}, "peft_config: give a PEFT config"),
-        ({"callbacks": TrainerCallback()}, "callbacks: give a list"),
-        ({"reward_weights": [math.nan]}, "^reward_weights: .* finite number, not nan"),
-        ({"reward_weights": ["a"]}, "^reward_weights: .* finite number, not 'a'"),
-        ({"reward_weights": 1.0}, "^reward_weights: give a list of numbers, not 1.0"),
-        ({"reward_weights": [1.0, 2.0]}, "^reward_weights: 2 for 1"),
-        ({"user_column": 3}, "^user_column: give the name of a column, not 3"),
-        ({"tools": len}, "^tools: give a list of functions"),
-        ({"processing_class": 5}, "^processing_class: give a tokenizer .*, not a int"),
-        ({"generation_kwargs": "x"}, "^generation_kwargs: write a mapping, .* not a str"),
-        ({"model_init_kwargs": "x"}, "^model_init_kwargs: give a dictionary, not 'x'"),
-        ({"environment_factory": 3}, "^environment_factory: give a class, .* not a int"),
-        ({"environment_factory": {"a": 3}}, "^environment_factory: give a class, .* not a int"),
-        ({"rollout_func": len}, "^rollout_func: .* give tools, or an environment"),
-        ({"compute_metrics": 3}, "^compute_metrics: give a function of .*, not a int"),
-        ({"eval_strategy": "steps", "eval_steps": 1}, "give eval_dataset"),
-        ({"train_dataset": 5}, "^train_dataset: give a datasets.Dataset .*, not a int"),
-        ({"eval_dataset": 5}, "^eval_dataset: give a datasets.Dataset .*, not a int"),
-        ({"reward_processing_classes": 5}, "^reward_processing_classes: a int is no tokenizer"),
-    ],
-)
-def test_arguments_of_another_kind(
-    model: str, tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(DprlhfError, match=said):
-        trainer(model, tmp_path / "a", **given)
 
 
 @pytest.mark.slow
@@ -596,44 +343,6 @@ def test_a_public_metric_of_ones_own_is_in_every_evaluation_of_the_run(
     assert made.evaluate()["eval_longest"] == told[2]
 
 
-@pytest.mark.parametrize(
-    ("told", "said"),
-    [(3.0, "it must return a dictionary"), ({"reward": 1.0}, "'reward' is measured already")],
-)
-def test_a_wrong_public_metric_is_found_before_the_first_round(
-    model: str, tmp_path: Path, told: Any, said: str
-) -> None:
-    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=lambda _: told)
-    with pytest.raises(DprlhfError, match=f"^compute_metrics: {said}"):
-        made.train()
-    assert not (tmp_path / "a").exists()
-    # A resumed run tries it as well.
-    right: dict[str, Any] = {"compute_metrics": lambda _: {"one": 1.0}, "eval_dataset": PUBLIC}
-    with pytest.raises(KeyboardInterrupt):
-        trainer(model, tmp_path / "a", callbacks=[Stop(2)], **right).train()
-    ledger = (tmp_path / "a/ledger.jsonl").read_text()
-    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=lambda _: told)
-    with pytest.raises(DprlhfError, match=f"^compute_metrics: {said}"):
-        made.train(resume_from_checkpoint=True)
-    assert (tmp_path / "a/ledger.jsonl").read_text() == ledger
-
-
-def test_a_public_metric_is_tried_on_as_many_rows_as_it_gets(model: str, tmp_path: Path) -> None:
-    """It may hold each response against the answer that it keeps for the row of this number."""
-    calls: list[int] = []
-
-    def by_row(prediction: Any) -> dict[str, float]:
-        assert list(prediction.inputs) == [row["prompt"] for row in PUBLIC]
-        assert len(prediction.label_ids) == len(prediction.predictions) == len(PUBLIC)
-        calls.append(len(set(prediction.predictions)))
-        return {"right": float(np.mean(prediction.label_ids))}
-
-    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=by_row)
-    made.train()
-    assert len(calls) == 3  # tried, before and after
-    assert calls[0] <= 4
-
-
 def test_trying_a_public_metric_changes_nothing(model: str, tmp_path: Path, one_key: None) -> None:
     def longest(prediction: Any) -> dict[str, float]:
         return {"longest": float(max(map(len, prediction.predictions)))}
@@ -643,27 +352,6 @@ def test_trying_a_public_metric_changes_nothing(model: str, tmp_path: Path, one_
     outs = [made.train() for made in (plain, told)]
     assert same_weights(tmp_path / "a", tmp_path / "b")
     assert outs[1].metrics == {**outs[0].metrics, "eval_longest": outs[1].metrics["eval_longest"]}
-
-
-def test_a_baseline_has_an_epsilon_that_can_be_formatted(model: str, tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Shows(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **given: Any) -> None:
-            seen.append(float(f"{logs['epsilon']:.3f}"))
-
-    with_callback = {"privacy_epsilon": math.inf, "callbacks": [Shows()]}
-    stopped = trainer(model, tmp_path / "a", privacy_epsilon=math.inf, callbacks=[Stop(2)])
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    made = trainer(model, tmp_path / "a", **with_callback)
-    out = made.train(resume_from_checkpoint=True)
-    assert seen == [math.inf] * 2
-    assert f"{out.metrics['epsilon']:.2f}" == "inf"
-    assert [entry["epsilon"] for entry in made.state.log_history] == [math.inf] * 4
-    lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epsilon"] for line in lines] == ["infinity"] * 3
-    assert made.privacy["epsilon"] == "infinity"
 
 
 def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path: Path) -> None:
@@ -814,127 +502,6 @@ def test_users_are_those_of_the_column(model: str, tmp_path: Path) -> None:
         trainer(model, tmp_path / "b", user_column="who", privacy_unit="prompt")
 
 
-def test_public_prompts_with_images_are_refused(model: str, tmp_path: Path) -> None:
-    shown = [{**row, "image": "a.png"} for row in PUBLIC]
-    with pytest.raises(DprlhfError, match=r"^eval_dataset: the column 'image' would be given"):
-        trainer(model, tmp_path / "a", eval_dataset=shown)
-
-
-def test_prompts_of_other_kinds(model: str, tmp_path: Path) -> None:
-    streamed = IterableDataset.from_generator(lambda: iter(PROMPTS))
-    assert len(trainer(model, tmp_path / "a", train_dataset=streamed)._rows) == len(PROMPTS)
-    for given, said in (
-        (None, "train_dataset: give"),
-        ({"train": PROMPTS}, "one dataset"),
-        ([{"text": "x"}], "no column 'prompt'"),
-        (
-            [{"prompt": "x", "images": ["a.png"]}],
-            "^train_dataset: the column 'images' .* text alone",
-        ),
-        ("trl-lib/tldr", "^train_dataset='trl-lib/tldr': give the rows, such as datasets.load"),
-    ):
-        with pytest.raises(DprlhfError, match=said):
-            trainer(model, tmp_path / "a", train_dataset=given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"optimizers": 5}, "^optimizers: "),
-        ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "^optimizers: "),
-        ({"tools": [len]}, "cannot be shown to the model"),
-        ({"environment_factory": {"a": dict}}, "has no method reset"),
-        ({"environment_factory": dict}, "has no method reset"),
-        ({"reward_funcs": None}, "^reward_funcs: "),
-        ({"reward_funcs": 3}, "^reward: a int"),
-        ({"callbacks": [len]}, "^callbacks: "),
-        ({"args": None}, "^args: "),
-        ({"args": PROMPTS}, "^args is a list: give PrivateGRPOConfig"),
-        ({"processing_class": "gpt2"}, "^processing_class='gpt2': give the tokenizer, such as"),
-    ],
-)
-def test_what_is_refused_says_why(
-    model: str, tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
-    values: dict[str, Any] = {"reward_funcs": lower_case, "args": settings(tmp_path / "a")}
-    with pytest.raises(DprlhfError, match=said):
-        PrivateGRPOTrainer(model, train_dataset=PROMPTS, peft_config=lora(), **(values | given))
-
-
-@pytest.mark.parametrize(
-    ("rewards", "classes", "count"),
-    [("list", [0, None], 3), ("single", 0, 2), ("pair", None, 2), ("none", None, 1)],
-)
-def test_an_environments_reward_stands_beside_those_that_are_given(
-    tmp_path: Path, rewards: str, classes: Any, count: int
-) -> None:
-    """As in TRL, whose lists of weights and tokenizers are for the rewards that are given."""
-    judge = classifier(tmp_path / "judge")
-    given: Any = {"list": [judge, lower_case], "single": judge, "pair": (judge, 0.5), "none": None}[
-        rewards
-    ]
-    own = tiny.tokenizer()
-    if isinstance(classes, list | tuple):
-        classes = type(classes)(own if one == 0 else one for one in classes)
-    elif classes == 0:
-        classes = own
-    args = settings(tmp_path / "a", max_completion_length=40, privacy_max_prompt_tokens=40)
-    rows = Dataset.from_dict({"seed": list(range(24))})
-    made = PrivateGRPOTrainer(
-        agents.save(tmp_path / "model"), given, args, rows, peft_config=lora(),
-        reward_processing_classes=classes, environment_factory=agents.Guessing,
-    )  # fmt: skip
-    assert len(made.recipe.rewards) == len(made._rewards) == count
-    assert made.recipe.rewards[-1].function == "dprlhf.agents.rewards:environment_reward"
-    assert made._rewards[-1].tokenizer is None
-    assert made.recipe.rewards[0].weight == (0.5 if rewards == "pair" else 1.0)
-    if classes is not None:
-        assert made._rewards[0].tokenizer is own
-
-
-def test_weights_are_for_the_rewards_beside_an_environment(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"seed": list(range(24))})
-    args = settings(
-        tmp_path / "a", max_completion_length=40, privacy_max_prompt_tokens=40, reward_weights=[2.0]
-    )
-    given: dict[str, Any] = {"peft_config": lora(), "environment_factory": agents.Guessing}
-    folder = agents.save(tmp_path / "model")
-    made = PrivateGRPOTrainer(folder, (lower_case,), args, rows, **given)
-    assert [reward.weight for reward in made.recipe.rewards] == [2.0, 1.0]
-    with pytest.raises(DprlhfError, match=r"^reward_processing_classes: 2 for 1 rewards"):
-        PrivateGRPOTrainer(
-            folder, lower_case, args, rows, reward_processing_classes=[None, None], **given
-        )
-
-
-@pytest.mark.slow
-def test_a_base_in_8_bit_stays_as_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    folder = str(tiny.save(tmp_path / "llama", kind="llama"))
-    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    args = settings(tmp_path / "a", max_steps=1)
-    made = PrivateGRPOTrainer(
-        folder, lower_case, args, PROMPTS, quantization_config=config,
-        peft_config=lora(target_modules=["q_proj"]),
-    )  # fmt: skip
-    assert made.recipe.policy.quantization == "int8"
-    base = made.model.get_base_model().model.layers[0].self_attn.k_proj
-    before = base.weight.detach().clone()
-    assert before.dtype == torch.int8
-    made.train()
-    assert torch.equal(base.weight, before)
-    assert load_recipe(tmp_path / "a/recipe.yaml").policy.quantization == "int8"
-    with pytest.raises(DprlhfError, match="llm_int8_threshold"):
-        PrivateGRPOTrainer(
-            folder, lower_case, args, PROMPTS, peft_config=lora(),
-            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
-        )  # fmt: skip
-
-
-IA3 = peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)
-
-
 def adapted(model: str, config: Any, move: float = 0.0) -> Any:
     made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     for name, parameter in made.named_parameters():
@@ -953,45 +520,6 @@ def test_a_lora_that_is_still_to_be_trained_is_taken_as_its_config(
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize(
-    ("inside", "move", "beside", "said"),
-    [
-        (lora(fan_in_fan_out=True), 0.0, lora(), "^peft_config: .* give one of both"),
-        (lora(fan_in_fan_out=True), 0.1, None, "^model: .* merge_and_unload"),
-        (lora(fan_in_fan_out=True, use_dora=True), 0.0, None, "^model: .* without DoRA"),
-        (IA3, 0.0, None, "^model: .* one LoRA is taken"),
-        (lora(fan_in_fan_out=True, modules_to_save=["ln_f"]), 0.0, None, "^model: .* one LoRA"),
-    ],
-)
-def test_another_adapter_in_a_model_is_refused(
-    model: str, tmp_path: Path, inside: Any, move: float, beside: Any, said: str
-) -> None:
-    with pytest.raises(DprlhfError, match=said):
-        trainer(adapted(model, inside, move), tmp_path / "a", peft_config=beside)
-
-
-def test_a_model_that_is_refused_keeps_its_adapter(model: str, tmp_path: Path) -> None:
-    ready = adapted(model, lora(fan_in_fan_out=True))
-    before = {name: parameter.clone() for name, parameter in ready.named_parameters()}
-    with pytest.raises(DprlhfError, match=r"^processing_class="):
-        trainer(ready, tmp_path / "a", peft_config=None, processing_class="gpt2")
-    after = dict(ready.named_parameters())
-    assert before.keys() == after.keys()
-    assert [p.requires_grad for p in before.values()] == [p.requires_grad for p in after.values()]
-    assert ready.get_base_model().peft_config is ready.peft_config
-
-
-def test_a_push_may_be_private_and_go_to_a_branch(model: str, tmp_path: Path) -> None:
-    made = trainer(model, tmp_path / "a", hub_model_id="me/mine")
-    made.train()
-    with mock.patch("huggingface_hub.HfApi") as api:
-        made.push_to_hub(private=True, revision="dev")
-    hub = api.return_value
-    hub.create_repo.assert_called_once_with("me/mine", private=True, exist_ok=True)
-    hub.create_branch.assert_called_once_with("me/mine", branch="dev", exist_ok=True)
-    assert hub.upload_folder.call_args.kwargs["revision"] == "dev"
-
-
 def test_only_the_main_process_pushes(model: str, tmp_path: Path) -> None:
     """Scripts call ``push_to_hub`` on all processes, as with TRL; two uploads would collide."""
     made = trainer(model, tmp_path / "a", push_to_hub=True, hub_model_id="me/mine")
@@ -1003,22 +531,6 @@ def test_only_the_main_process_pushes(model: str, tmp_path: Path) -> None:
             assert made.push_to_hub() is None
         assert push.call_count == 1
         assert made.push_to_hub() == "https://hub/me/mine"
-
-
-def test_the_signatures_are_trls() -> None:
-    import inspect
-
-    import trl
-
-    for own, theirs in (
-        (PrivateGRPOTrainer, trl.GRPOTrainer),
-        (PrivateRLOOTrainer, trl.RLOOTrainer),
-    ):
-        names = list(inspect.signature(theirs).parameters)
-        parameters = inspect.signature(own).parameters
-        assert list(parameters)[: len(names)] == names
-        further = list(parameters)[len(names) :]
-        assert {"compute_metrics", "user_column"} <= set(further)
 
 
 def test_a_trainer_continues_no_run_of_another_folder(tmp_path: Path) -> None:

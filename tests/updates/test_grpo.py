@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -13,31 +12,20 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.grpo import grpo, surrogate_derivative
 from dprlhf.updates.pg import advantage_weights
 from helpers.autograd import relative_error
-from helpers.batches import Shape, batch_of
+from helpers.batches import Shape, batch_of, half_from_base
 from helpers.policies import policy_of
-from helpers.rounds import flat_gradient, round_of, token_logprobs
+from helpers.rounds import flat_gradient, random_scores, round_of, token_logprobs
 
 Array = NDArray[np.float64]
 
 
 def spec_of(**changes: object) -> recipe.GRPO:
     return recipe.GRPO.model_validate({"name": "grpo", **changes})
-
-
-def round_data(shape: Shape, seed: int, arms: bool = False) -> tuple[Responses, Scores]:
-    responses = batch_of(shape, seed)
-    if arms:
-        half = np.arange(shape.k) < shape.k // 2
-        half = np.tile(half, len(responses.user) // shape.k)
-        responses = dataclasses.replace(responses, from_base=half)
-    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
-    return responses, Scores(values, np.ones(len(values), dtype=bool), {})
 
 
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=5)
@@ -74,7 +62,10 @@ def surrogate(
 @pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
 def test_the_sum_is_the_gradient_of_the_surrogate(arms: bool, scale: bool) -> None:
     policy = policy_of("gpt2", "lora")
-    responses, scores = round_data(SHAPE, 5, arms)
+    responses = batch_of(SHAPE, 5)
+    if arms:
+        responses = half_from_base(responses)
+    scores = random_scores(responses, 5)
     spec = spec_of(scale_rewards=scale, clip_range=0.15, max_importance_ratio=1e9, batch_size=8)
     round_, gate = round_of(policy, responses, scores, clip_norm=math.inf)
     grpo(round_, spec)
@@ -94,7 +85,8 @@ def test_the_sum_is_the_gradient_of_the_surrogate(arms: bool, scale: bool) -> No
 @pytest.mark.parametrize(("scale", "baseline"), [(True, "group"), (False, "centred")])
 def test_on_policy_it_is_the_policy_gradient_over_lengths(scale: bool, baseline: str) -> None:
     policy = policy_of("gpt2", "lora")
-    responses, scores = round_data(SHAPE, 6)
+    responses = batch_of(SHAPE, 6)
+    scores = random_scores(responses, 6)
     round_, gate = round_of(policy, responses, scores, clip_norm=0.5)
     grpo(round_, spec_of(scale_rewards=scale))
     everyone = np.ones(4, dtype=bool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, Released, open_private
 from dprlhf.gradients.subspace import Subspace
@@ -33,11 +31,16 @@ from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error
-from helpers.batches import MIXED, Shape, batch_of
+from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
-from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import OpenGate, round_of, some_users
-from helpers.runs import charged, lower_case, run_settings, weights
+from helpers.rounds import (
+    OpenGate,
+    flat_parameters,
+    random_scores,
+    round_of,
+    some_users,
+    token_logprobs,
+)
 
 # The package names the function, so attributes do not lead to the module.
 
@@ -46,19 +49,9 @@ def spec_of(**values: Any) -> recipe.PPO:
     return recipe.PPO.model_validate({"name": "ppo", "batch_size": 12, **values})
 
 
-def scores_of(responses: Responses, seed: int = 0) -> Scores:
-    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
-    return Scores(values, np.ones(len(values), dtype=bool), {})
-
-
-def half_from_base(responses: Responses, k: int) -> Responses:
-    arms = np.tile(np.arange(k) < k // 2, len(responses.user) // k)
-    return dataclasses.replace(responses, from_base=arms)
-
-
 def only(responses: Responses, keep: list[int]) -> Responses:
     """The same batch, in which all others but these users are blank."""
-    return some_users(responses, scores_of(responses), keep, in_place=True)[0]
+    return some_users(responses, random_scores(responses), keep, in_place=True)[0]
 
 
 def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores:
@@ -66,19 +59,11 @@ def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores
     return Scores(scores.values[rows], scores.valid[rows], {})
 
 
-def flat(parameters: Any) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in parameters])
-
-
 # --- the plain loop ----------------------------------------------------------------------------
 
 
-def row_logprobs(policy: CausalLMPolicy, model: Any, responses: Responses, row: int) -> Any:
-    """log π of each real response token of one unpadded sequence."""
-    ids = responses.tokens[row][responses.mask[row].bool()]
-    prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
-    logprobs = (model(input_ids=ids[None]).logits[0] / policy.temperature).log_softmax(-1)
-    return logprobs[torch.arange(prompt - 1, len(ids) - 1), ids[prompt:]]
+def joined(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in parameters])
 
 
 def train_alone(
@@ -94,7 +79,7 @@ def train_alone(
     """θ − θ₀ of one user, by torch's own optimizers on a policy of its own, ``[dimension]``."""
     own = copy.deepcopy(policy.model)
     parameters = [p for p in own.parameters() if p.requires_grad]
-    start = flat(parameters)
+    start = joined(parameters)
     rows = np.flatnonzero(responses.user == user)
     k = len(responses.user) // len(responses.prompts)
     tokens, advantages, old, order = [], [], [], []
@@ -102,11 +87,11 @@ def train_alone(
         of_prompt = scores.values[row - row % k : row - row % k + k]
         advantage = (scores.values[row] * k - of_prompt.sum()) / (k - 1)
         with torch.no_grad():
-            logprobs = row_logprobs(policy, policy.model, responses, row)
+            logprobs = token_logprobs(policy, responses, row)
             current = logprobs
             if responses.from_base[row]:
                 with policy.base():
-                    base = row_logprobs(policy, policy.model, responses, row)
+                    base = token_logprobs(policy, responses, row)
                 current = torch.maximum(base, logprobs - math.log(spec.max_importance_ratio))
         for t in range(len(logprobs)):
             tokens.append((row, t))
@@ -135,7 +120,7 @@ def train_alone(
             first = part * n // spec.minibatches
             last = max((part + 1) * n // spec.minibatches, first + 1)
             chosen = shuffled[first:last]
-            now = {row: row_logprobs(policy, own, responses, row) for row in rows}
+            now = {row: token_logprobs(policy, responses, row, own) for row in rows}
             terms = []
             for i in chosen:
                 row, t = tokens[i]
@@ -151,13 +136,13 @@ def train_alone(
             if project_at == "every step":
                 put_back(parameters, start, radius)
     put_back(parameters, start, radius)
-    return flat(parameters) - start
+    return joined(parameters) - start
 
 
 @torch.no_grad()
 def put_back(parameters: list[torch.Tensor], start: torch.Tensor, radius: float) -> None:
     """θ ← θ₀ + Clip(θ − θ₀, S)."""
-    move = flat(parameters) - start
+    move = joined(parameters) - start
     move = start + move * min(1.0, radius / max(float(move.norm()), 1e-300))
     for p, piece in zip(
         parameters, torch.split(move, [p.numel() for p in parameters]), strict=True
@@ -216,7 +201,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> None:
     """A checkpointed layer runs again in the backward pass, and must find the copies there."""
     responses = batch_of(MIXED, seed=3)
-    scores, spec = scores_of(responses), spec_of(**CASES["epochs"])
+    scores, spec = random_scores(responses), spec_of(**CASES["epochs"])
     expected, _, _ = train_together(policy_of.__wrapped__(kind), responses, scores, spec, 1.0)
     policy = policy_of.__wrapped__(kind)
     policy.checkpoint_layers()
@@ -243,14 +228,14 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(
     shape = Shape([[5, 1], [2], [18]], k=2, length=4)
     responses = batch_of(shape, seed=3, shuffled=True)
     if case.startswith("reference"):
-        responses = half_from_base(responses, 2)
-    scores = scores_of(responses)
+        responses = half_from_base(responses)
+    scores = random_scores(responses)
     released = None
     if case == "adam from released":
         released = 0.1 * torch.randn(
             policy.dimension, generator=torch.Generator().manual_seed(0), dtype=torch.float64
         )
-    before = flat(policy.parameters.values())
+    before = flat_parameters(policy)
     free, _, _ = train_together(policy, responses, scores, spec, math.inf, released)
     radius = float(free.norm(dim=1).median())
     measured, round_, gate = train_together(policy, responses, scores, spec, radius, released)
@@ -266,7 +251,7 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(
         assert relative_error(mine, other) < 1e-9
     # What is released is their sum, and the policy itself has not moved.
     assert relative_error(gate.sums[0].total, truth.sum(0)) < 2e-9
-    assert torch.equal(flat(policy.parameters.values()), before)
+    assert torch.equal(flat_parameters(policy), before)
     assert round_.norms is not None
     assert (open_private(round_.norms) > radius).any()
 
@@ -279,7 +264,7 @@ def test_one_sgd_step_on_all_tokens_is_the_policy_gradient(
     """The sum of clip(lr · g_u, S) is lr times that of clip(g_u, S / lr)."""
     policy = policy_of()
     responses = batch_of(MIXED, seed=5, shuffled=True)
-    scores = scores_of(responses)
+    scores = random_scores(responses)
     clip_norm = 1.5
     pg_round, pg_gate = round_of(policy, responses, scores, clip_norm=clip_norm / learning_rate)
     UPDATES["pg"](pg_round, recipe.PG.model_validate({"baseline": baseline}))
@@ -294,7 +279,7 @@ def test_it_projects_after_every_step_and_not_only_at_the_end(
 ) -> None:
     policy = policy_of()
     responses = batch_of(Shape([[3], [5]], k=2, length=4), seed=1)
-    scores = scores_of(responses)
+    scores = random_scores(responses)
     spec = spec_of(epochs=4, local_learning_rate=2.0)
     radius = 0.5
     measured, _, _ = train_together(policy, responses, scores, spec, radius)
@@ -315,31 +300,15 @@ def test_the_server_moves_by_the_mean() -> None:
     policy = copy.deepcopy(policy_of())
     policy = CausalLMPolicy(policy.model, policy.tokenizer, policy.temperature)
     responses = batch_of(MIXED, seed=5)
-    scores = scores_of(responses)
-    before = flat(policy.parameters.values())
+    scores = random_scores(responses)
+    before = flat_parameters(policy)
     round_, gate = round_of(
         policy, responses, scores, clip_norm=1.0, expected_batch_size=5.0, learning_rate=1.0
     )
     ppo(round_, spec_of(epochs=2))
-    moved = flat(policy.parameters.values()) - before
+    moved = flat_parameters(policy) - before
     assert relative_error(moved, gate.sums[0].total / 5) < 1e-12
     assert float(moved.norm()) > 0.01
-
-
-def test_several_users_take_one_pass_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = policy_of()
-    responses = batch_of(Shape([[3]] * 6, k=2, length=4), seed=1)
-    passes: list[int] = []
-    real = CausalLMPolicy.response_logprobs
-
-    def counted(self: Any, tokens: Any, *others: Any) -> torch.Tensor:
-        passes.append(len(tokens))
-        return real(self, tokens, *others)
-
-    monkeypatch.setattr(CausalLMPolicy, "response_logprobs", counted)
-    spec = spec_of(epochs=3, minibatches=2, batch_size=12)
-    train_together(policy, responses, scores_of(responses), spec, 1.0)
-    assert passes == [12] * 6
 
 
 # --- the local optimizer's start ----------------------------------------------------------------
@@ -350,7 +319,7 @@ def test_several_users_take_one_pass_together(monkeypatch: pytest.MonkeyPatch) -
 def test_local_adam_starts_from_what_the_last_round_released(server: str, tmp_path: Path) -> None:
     policy = policy_of()
     responses = batch_of(Shape([[3, 2], [5]], k=2, length=4), seed=1)
-    scores = scores_of(responses)
+    scores = random_scores(responses)
     spec = spec_of(epochs=2, local_optimizer="adam")
     parameters = list(policy.parameters.values())
     kind = torch.optim.SGD if server == "sgd" else torch.optim.Adam
@@ -410,7 +379,7 @@ def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
     policy = policy_of(dtype=torch.float32)
     lengths = [[40], [3], [5], [2, 4], [2, 4, 6, 8], [7], [1, 1], [6], [2], [3, 3], [9], [11]]
     responses = batch_of(Shape(lengths, k=2, length=5), seed=0)
-    scores = scores_of(responses)
+    scores = random_scores(responses)
     spec = spec_of(epochs=2, minibatches=2, local_optimizer=optimizer, batch_size=8)
     keep = [u for u in range(responses.users) if u != absent]
     everyone, _, _ = train_together(policy, responses, scores, spec, 1.0)
@@ -424,7 +393,7 @@ def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
 def test_a_user_that_comes_twice_is_refused() -> None:
     policy = policy_of()
     responses = batch_of(MIXED, seed=0)
-    round_, _ = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    round_, _ = round_of(policy, responses, random_scores(responses), clip_norm=1.0)
     vector = torch.zeros(1, policy.dimension)
     twice = Private([(np.array([2]), vector), (np.array([2]), vector)])
     with pytest.raises(ValueError, match="twice"):
@@ -518,7 +487,7 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
                     p += moves[user, offset : offset + p.numel()].reshape(p.shape)
                     offset += p.numel()
             for row in (2 * user, 2 * user + 1):
-                alone = row_logprobs(policy, moved, responses, row)
+                alone = token_logprobs(policy, responses, row, moved)
                 torch.testing.assert_close(together[row, : len(alone)], alone)
                 assert (together[row] - plain[row]).abs().max() > 1e-2
         torch.testing.assert_close(helping, policy.model(input_ids=tokens[:1, -1:]).logits)
@@ -537,12 +506,12 @@ def test_local_moves_have_no_radius_in_a_subspace() -> None:
         # Nor have those of the public users to whom directions and scale are fitted.
         public.append(
             public_gradients(
-                policy, responses, scores_of(responses), reward_range=3.0, t=1, kl=recipe.KL(),
+                policy, responses, random_scores(responses), reward_range=3.0, t=1, kl=recipe.KL(),
                 update=spec.model_copy(update={"clip_norm": clip_norm}),
                 optimizer=torch.optim.SGD(policy.parameters.values()),
             )
         )  # fmt: skip
-        round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=clip_norm)
+        round_, gate = round_of(policy, responses, random_scores(responses), clip_norm=clip_norm)
         round_.subspace = Subspace(torch.linalg.qr(some)[0].T, scale=clip_norm * 1e-3)
         ppo(round_, spec)
         found.append(gate.sums[0].total / (clip_norm * 1e-3))
@@ -562,7 +531,7 @@ def test_nothing_is_left_in_the_model_after_an_interruption() -> None:
         if len(ticks) == 2:
             raise KeyboardInterrupt
 
-    round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    round_, gate = round_of(policy, responses, random_scores(responses), clip_norm=1.0)
     round_.tick = tick
     with pytest.raises(KeyboardInterrupt):
         ppo(round_, spec_of(batch_size=3))
@@ -590,7 +559,7 @@ def test_other_trainable_parameters_are_refused_by_name(trained: str, layer: str
             parameter.requires_grad_(True)
     policy = CausalLMPolicy(model, tiny.tokenizer())
     responses = batch_of(MIXED, seed=5)
-    round_, gate = round_of(policy, responses, scores_of(responses), clip_norm=1.0)
+    round_, gate = round_of(policy, responses, random_scores(responses), clip_norm=1.0)
     with pytest.raises(DprlhfError) as caught:
         ppo(round_, spec_of())
     assert f"{trained}' ({layer})" in str(caught.value)
@@ -599,68 +568,3 @@ def test_other_trainable_parameters_are_refused_by_name(trained: str, layer: str
 
 
 # --- the recipe and whole runs ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "works"),
-    [
-        ("epochs", 0, "greater than or equal to 1"),
-        ("minibatches", 0, "greater than or equal to 1"),
-        ("local_learning_rate", 0, "greater than 0"),
-        ("local_learning_rate", math.inf, "finite"),
-        ("clip_range", 0, "greater than 0"),
-        ("clip_range", 1.5, "less than 1"),
-        ("local_optimizer", "rmsprop", "'sgd' or 'adam'"),
-        ("baseline", "mean", "'paired', 'loo' or 'group'"),
-    ],
-)
-def test_bad_settings_are_refused_when_the_recipe_is_read(key: str, value: Any, works: str) -> None:
-    message = refusal(recipe_settings(update={"name": "ppo", key: value}))
-    assert message.startswith(f"update.{key}: ")
-    assert works in message
-
-
-def settings_of(model: str, **changes: Any) -> dict[str, Any]:
-    fixed = {
-        "update__name": "ppo",
-        "update__epochs": 2,
-        "update__minibatches": 2,
-        "update__local_learning_rate": 0.5,
-        "optimizer__name": "sgd",
-        "learning_rate": 1.0,
-    }
-    return run_settings(model, **{**fixed, **changes})
-
-
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_unbroken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Local Adam needs what the round before released: the checkpoint has it."""
-    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-    common = settings_of(
-        str(tiny.save(tmp_path / "model")),
-        rounds=3,
-        update__local_optimizer="adam",
-        update__local_learning_rate=0.05,
-        optimizer__name="adam",
-        learning_rate=0.05,
-        rollout__base_policy="reference",
-    )
-    dprlhf.train(**common, output_dir=tmp_path / "whole")
-    release = dprlhf.privacy.gate.Gate.release
-
-    def crash(self: Any, round_: int, bounded: Any) -> Any:
-        if round_ == 3:
-            raise MemoryError("crash")
-        return release(self, round_, bounded)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("dprlhf.privacy.gate.Gate.release", crash)
-        with pytest.raises(DprlhfError, match="resume"):
-            dprlhf.train(**common, output_dir=tmp_path / "run")
-    assert charged(tmp_path / "run") == [1, 2]
-    dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
-    assert charged(tmp_path / "run") == [1, 2, 3]
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "run")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)

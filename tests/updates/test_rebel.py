@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 
 import numpy as np
 import pytest
@@ -22,8 +21,14 @@ from dprlhf.updates.rebel import loss_weights, rebel
 from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
-from helpers.recipes import recipe_settings, refusal
-from helpers.rounds import flat_gradient, flat_parameters, round_of, set_parameters, token_logprobs
+from helpers.rounds import (
+    flat_gradient,
+    flat_parameters,
+    random_scores,
+    round_of,
+    set_parameters,
+    token_logprobs,
+)
 
 Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)
@@ -35,8 +40,7 @@ def spec_of(**changes: object) -> recipe.REBEL:
 
 def round_data(shape: Shape, seed: int) -> tuple[Responses, Scores]:
     responses = batch_of(shape, seed)
-    values = np.random.default_rng(seed).uniform(-3, 3, len(responses.user))
-    return responses, Scores(values, np.ones(len(values), dtype=bool), {})
+    return responses, random_scores(responses, seed)
 
 
 def logprobs(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
@@ -285,14 +289,3 @@ def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
 
 
 # --- recipes and runs ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout__responses": 3}, "rollout.responses must be even .* rebel.*not 3"),
-        ({"update__max_importance_ratio": 3}, r"'update\.max_importance_ratio' is not a setting"),
-    ],
-)
-def test_what_it_cannot_use_is_refused(changes: dict[str, int], message: str) -> None:
-    assert re.search(message, refusal(recipe_settings(update__name="rebel", **changes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -31,9 +30,16 @@ from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
-from helpers.batches import MIXED, Shape, batch_of
+from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
-from helpers.rounds import round_of, value_of
+from helpers.rounds import (
+    flat_gradient,
+    flat_parameters,
+    round_of,
+    set_parameters,
+    token_logprobs,
+    value_of,
+)
 
 Array = NDArray[np.float64]
 ON_POLICY = np.zeros(4, dtype=bool)
@@ -43,11 +49,6 @@ REWARDS = np.array([[1.0, 3.0, -2.0, 6.0], [0.5, 0.5, 0.5, 0.5]])
 
 def scores_of(values: Array, valid: NDArray[np.bool_] | None = None) -> Scores:
     return Scores(values, np.ones(len(values), dtype=bool) if valid is None else valid, {})
-
-
-def half_from_base(responses: Responses, k: int) -> Responses:
-    arms = np.tile(np.arange(k) < k // 2, len(responses.user) // k)
-    return dataclasses.replace(responses, from_base=arms)
 
 
 # --- baselines ---------------------------------------------------------------------------------
@@ -180,15 +181,6 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(
 # --- the whole contribution, from scratch ------------------------------------------------------
 
 
-def log_probability(policy: CausalLMPolicy, responses: Responses, row: int) -> torch.Tensor:
-    """log π(y|x) of one unpadded sequence."""
-    ids = responses.tokens[row][responses.mask[row].bool()]
-    prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
-    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return sum((logprobs[i - 1, ids[i]] for i in range(prompt, len(ids))), torch.zeros(()))
-
-
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
 @pytest.mark.parametrize("arms", ["on-policy", "reference"])
 def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str) -> None:
@@ -197,7 +189,7 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
     shape = Shape([[5, 1], [2], [7], [4, 6]], k=k, length=4)
     responses = batch_of(shape, seed=8)
     if arms == "reference":
-        responses = half_from_base(responses, k)
+        responses = half_from_base(responses)
     values = np.random.default_rng(9).uniform(-3, 3, len(responses.user))
     valid = np.ones(len(values), dtype=bool)
     valid[np.flatnonzero(responses.user == 1)[2]] = False
@@ -228,9 +220,9 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
         ratio = 1.0
         if arms == "reference" and row - first < k // 2:
             with torch.no_grad():
-                current = log_probability(policy, responses, row)
+                current = token_logprobs(policy, responses, row).sum()
                 with policy.base():
-                    base = log_probability(policy, responses, row)
+                    base = token_logprobs(policy, responses, row).sum()
             ratio = float((current - base).exp())
             truncated += ratio > largest
             ratio = min(ratio, largest)
@@ -278,39 +270,26 @@ def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
             for row in rows:
                 first = row - row % 3
                 others = (values[first : first + 3].sum() - values[row]) / 2
-                terms.append((values[row] - others) * log_probability(policy, responses, row))
+                terms.append((values[row] - others) * token_logprobs(policy, responses, row).sum())
             of_users.append(torch.stack(terms).mean())
         return torch.stack(of_users).mean()
 
     before = surrogate()
-    truth = torch.autograd.grad(before, list(policy.parameters.values()))
     mean = gate.sums[0].total / 3
-    assert relative_error(mean, torch.cat([g.flatten() for g in truth])) < 1e-12
+    assert relative_error(mean, flat_gradient(policy, before)) < 1e-12
     # The optimizer ascends: by the learning rate along what was released.
-    start = policy.state()
+    start = flat_parameters(policy)
     round_, gate = round_of(
-        policy,
-        responses,
-        scores_of(values),
-        clip_norm=math.inf,
-        expected_batch_size=3,
+        policy, responses, scores_of(values), clip_norm=math.inf, expected_batch_size=3,
         learning_rate=0.5,
-    )
+    )  # fmt: skip
     policy_gradient(round_, recipe.PG(baseline="loo"))
-    flat = torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    policy.load_state(start)
-    flat -= torch.cat([p.detach().flatten() for p in policy.parameters.values()])
-    assert relative_error(flat, 0.5 * mean) < 1e-6
+    assert relative_error(flat_parameters(policy) - start, 0.5 * mean) < 1e-6
     # A small step along it raises the surrogate by step · ‖g‖².
-    step, start = 1e-6 / float(mean.norm()), policy.state()
-    offset = 0
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            piece = mean[offset : offset + parameter.numel()].reshape(parameter.shape)
-            parameter += step * piece
-            offset += parameter.numel()
-        gain = float(surrogate() - before.detach())
-    policy.load_state(start)
+    step = 1e-6 / float(mean.norm())
+    set_parameters(policy, start + step * mean)
+    gain = float(surrogate().detach() - before.detach())
+    set_parameters(policy, start)
     assert gain == pytest.approx(step * float(mean.norm()) ** 2, rel=1e-3)
 
 
@@ -367,8 +346,7 @@ def truth(small: CausalLMPolicy, rewards: Array) -> torch.Tensor:
     probabilities = log_probabilities(small).exp()
     assert float(probabilities.detach().sum()) == pytest.approx(1, abs=1e-12)
     expected = (probabilities * torch.from_numpy(rewards)).sum()
-    gradients = torch.autograd.grad(expected, list(small.parameters.values()))
-    return torch.cat([g.flatten() for g in gradients])
+    return flat_gradient(small, expected)
 
 
 def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
