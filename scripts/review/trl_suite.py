@@ -43,12 +43,14 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import PeftModel
 from scripts.from_trl.stand_ins import byte_tokenizer
 from trl import import_utils
 
 from dprlhf import trl as private
 from dprlhf.errors import DprlhfError
 from dprlhf.runs.measurements import Result, write_results
+from dprlhf.trl.config import defaults
 from dprlhf.trl.fields import ARGUMENTS, GRPO, LOG, RLOO
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,11 +158,18 @@ class Entry(dict[str, Any]):
         return super().__contains__(name) or math.isnan(self[str(name)])
 
 
+USUAL = (  # TRL's tests take their own defaults for granted
+    "learning_rate", "adam_beta2", "lr_scheduler_type", "num_generations", "max_completion_length",
+    "per_device_train_batch_size", "beta", "seed",
+)  # fmt: skip
+
+
 def without_bounds(config: Any, *given: Any, **settings: Any) -> Any:
     """Return a private config without noise, whose rewards are bounded where a test bounds them."""
     if "reward_clip_range" not in settings:
         settings["privacy_reward_range"] = 1e4
-    return config(*given, privacy_epsilon=math.inf, **settings)
+    usual = {name: value for name, value in defaults(config.trl_config).items() if name in USUAL}
+    return config(*given, privacy_epsilon=math.inf, **usual | settings)
 
 
 def budgeted(kind: type[Any], config: Any) -> type[Any]:
@@ -170,6 +179,8 @@ def budgeted(kind: type[Any], config: Any) -> type[Any]:
         def __init__(self, *given: Any, **settings: Any) -> None:
             with tempfile.TemporaryDirectory() as place:
                 settings.setdefault("args", config(output_dir=place, report_to="none"))
+            if not isinstance(settings.get("model", given and given[0]), PeftModel):
+                settings["peft_config"] = settings.get("peft_config") or {"type": "full"}
             super().__init__(*given, **settings)
 
         def train(self, *given: Any, **settings: Any) -> Any:
