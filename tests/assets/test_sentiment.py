@@ -125,33 +125,3 @@ def test_batches_hold_every_row_once_and_similar_lengths() -> None:
     assert padded < 1.1 * sum(lengths)
     unsorted = [list(range(i, min(i + 32, 1000))) for i in range(0, 1000, 32)]
     assert sum(len(b) * max(lengths[i] for i in b) for b in unsorted) > 1.7 * sum(lengths)
-
-
-def test_the_halves_of_a_batch_side_by_side_are_the_batch(
-    encoder: Path, data: Path, tmp_path: Path
-) -> None:
-    """In float32 two parts give the weights that one part gives, and the same each time."""
-    found = []
-    for parts in (1, 2, 2):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            encoder, num_labels=2, dtype=torch.float32, **dict.fromkeys(sentiment.DROPOUT, 0.0)
-        )
-        with torch.no_grad():
-            model.classifier.weight.fill_(0.01)
-            model.classifier.weight[0] *= -1
-        tokenizer = AutoTokenizer.from_pretrained(encoder)
-        train = pd.read_parquet(data / "train.parquet")
-        tokens = tokenizer(train["text"].tolist())["input_ids"]
-        batches = [list(range(at, at + 9)) for at in range(0, 90, 9)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sentiment, "native_dtype", lambda device: torch.float32)
-            labels = torch.tensor(train["label"].tolist())
-            sentiment._fit(model, tokenizer, tokens, labels, batches, 10, 1e-3, parts, True)
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    one, two, again = found
-    assert torch.equal(two, again)
-    start = AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2)
-    moved = one[:100] - torch.cat([p.detach().flatten() for p in start.parameters()])[:100]
-    assert float(moved.norm()) > 0
-    # Adam turns small gradients into steps of full length, so rounding shows.
-    assert float((one - two).norm()) < 1e-3 * float(one.norm())

@@ -15,7 +15,6 @@ import demo
 from dprlhf import load_recipe, train
 from dprlhf.assets.catalogue import ASSETS
 from helpers import tiny
-from worth import lexicon
 
 REWARD = """
 def reward(prompts, completions, **columns):
@@ -23,16 +22,20 @@ def reward(prompts, completions, **columns):
 """
 
 
+SAID = ["I think it is long.", "I think so.", "I saw it.", "My film.", "The film is of tin."]
+"""How reviews go on: four in five in the first person."""
+
+
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("demo")
     for name in ("private", "public", "train"):
-        texts = [f"A {name} review, number {i}" for i in range(300)]
+        texts = [f"A {name} review of some film, the number {i}. {SAID[i % 5]}" for i in range(300)]
         reviews = pd.DataFrame({"text": texts, "label": [0, 1] * 150})
         reviews.to_parquet(folder / f"{name}.parquet", index=False)
-    data = folder / "community"
+    data = folder / "voices"
     data.mkdir()
-    ASSETS["community"].build({"imdb": folder, "rotten-tomatoes": folder}, data, True)
+    ASSETS["voices"].build({"imdb": folder, "rotten-tomatoes": folder}, data, True)
     (folder / "by_length.py").write_text(REWARD)
     reward = f'{{"function": "{folder}/by_length.py:reward", "times_column": "wants"}}'
     return [
@@ -41,7 +44,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"update.subspace.data.path={data}", "update.subspace.rank=4", "update.subspace.prompts=8",
         f"evaluation.data.path={data}", "evaluation.prompts=40", f"rewards=[{reward}]",
         "data.limit=40", "rounds=2", "rollout.max_new_tokens=4", "rollout.responses=2",
-        "optimizer.learning_rate=200", demo.JUDGE,
+        "optimizer.learning_rate=200",
     ]  # fmt: skip
 
 
@@ -52,31 +55,31 @@ def run(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> None:
-    told = demo.wishes(load_recipe(demo.RECIPE, overrides))
-    # The public split of the community: four bad ratings, then a good one.
-    assert told.wants == [-1, -1, -1, -1, 1] * 8
-    assert told.praise == pytest.approx(-0.6 * 3)
-    rise = [
-        wish * (lexicon.sentiment(row["after"]) - lexicon.sentiment(row["before"]))
-        for wish, row in zip(told.wants, run.samples, strict=True)
-    ]
+    known = demo.wishes(load_recipe(demo.RECIPE, overrides))
+    # The public split: four who write in the first person, then one who does not.
+    assert known.wants == [1, 1, 1, 1, -1] * 8
+    assert known.alike == pytest.approx(0.6 * 3)
+    rise, error = known.judged(run.samples)
     public = {
         demo.PUBLIC_ONLY: {"value": run.after.mean - 1, "date": "2026-11-23", "command": "c"},
         f"{demo.PUBLIC_ONLY}, standard error": {"value": 0.0},
     }
-    found = {row.name: row for row in demo.rows(run, told, public)}
+    found = {row.name: row for row in demo.rows(run, known, public)}
     above = found["demo: reward above public prompts alone, over its standard error"]
     assert above.value == pytest.approx(1 / run.after.standard_error)
     assert found["demo: epsilon (delta 1e-5)"].holds
-    assert found["demo: lexicon, rise"].value == pytest.approx(sum(rise) / len(rise))
+    assert found["demo: judge of other words, rise"].value == rise
+    assert found["demo: judge of other words, rise over its standard error"].holds is (
+        rise >= 5 * error
+    )
     # An estimate from few texts of a hardly changed policy, which may be below 0.
     assert abs(found["demo: KL to the base model"].value) < 1
     assert demo.PUBLIC_ONLY not in found
-    assert len(demo.rows(run, told, {})) == len(found) - 1
-    demo.show(run, told, public)
+    assert len(demo.rows(run, known, {})) == len(found) - 1
+    demo.show(run, known, public)
     printed = capsys.readouterr().out
-    assert "praise for everybody would earn     -1.800" in printed
-    assert "criticism for everybody would earn  +1.800" in printed
+    assert "the first person for everybody      +1.800" in printed
+    assert "the first person for nobody         -1.800" in printed
     assert "measured 2026-11-23: c" in printed
 
 

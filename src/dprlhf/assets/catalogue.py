@@ -1,7 +1,7 @@
 """The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
 
 Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
-data sets, a language model, an encoder, two sentiment reward models trained on both, and choices of
+data sets, a language model, an encoder, a sentiment reward model trained on both, and choices of
 the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
 """
 
@@ -26,6 +26,7 @@ from dprlhf.assets.communities import (
     build_house_style,
 )
 from dprlhf.assets.sentiment import train_sentiment
+from dprlhf.assets.voices import build_voices
 from dprlhf.errors import DprlhfError, extra
 
 if TYPE_CHECKING:
@@ -242,9 +243,9 @@ def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:
                     shutil.copyfileobj(packed, unpacked)
 
 
-def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool, **settings: Any) -> None:
+def _build_sentiment(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     encoder, sentences = sources["minilm"], sources["rotten-tomatoes"]
-    accuracy = train_sentiment(encoder, sentences, out, quiet=quiet, **settings)
+    accuracy = train_sentiment(encoder, sentences, out, quiet=quiet)
     if accuracy < SENTIMENT_ACCURACY_FLOOR:
         raise DprlhfError(
             f"the sentiment classifier reached accuracy {accuracy:.3f} only, below "
@@ -297,11 +298,10 @@ ASSETS = {
         sources=("minilm", "rotten-tomatoes"),
         build=_build_sentiment,
     ),
-    "sentiment-minilm-fast": Asset(
-        about="the demo's reward model: as sentiment-minilm, in a fraction of the time",
-        sources=("minilm", "rotten-tomatoes"),
-        build=functools.partial(_build_sentiment, epochs=1, learning_rate=3e-4, quick=True),
-        version=2,
+    "voices": Asset(
+        about="21,750 private IMDB reviewers, 80% of whom write in the first person; 1,985 public",
+        sources=("imdb", "rotten-tomatoes"),
+        build=build_voices,
     ),
     "community": Asset(
         about="14,355 private IMDB reviewers, 80% of whom gave a bad rating; 1,265 public",

@@ -8,11 +8,8 @@ difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from dprlhf.hardware import native_dtype
 LABELS = ("NEGATIVE", "POSITIVE")
 MAX_TOKENS = 64
 LABEL_SMOOTHING = 0.1
-DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 
 def train_sentiment(
@@ -35,7 +31,6 @@ def train_sentiment(
     epochs: int = 2,
     batch_size: int = 32,
     learning_rate: float = 2e-4,
-    quick: bool = False,
     quiet: bool = False,
 ) -> float:
     """Fine-tune an encoder into a two-class sentence classifier and save it.
@@ -55,10 +50,6 @@ def train_sentiment(
         batch_size: Sentences per step.
         learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
             there linearly to zero.
-        quick: Leave embeddings and lowest third of the layers as they are, and train without
-            dropout, with attention as plain matrix products (torch's fused one took a quarter of
-            the time of sentences this short) and the two halves of a batch side by side. With
-            dropout, the order of random draws would depend on which half is first.
         quiet: Show no progress bar.
 
     Returns:
@@ -80,19 +71,13 @@ def train_sentiment(
             id2label=dict(enumerate(LABELS)),
             label2id={label: i for i, label in enumerate(LABELS)},
             dtype=torch.float32,
-            **({**dict.fromkeys(DROPOUT, 0.0), "attn_implementation": "eager"} if quick else {}),
         )
-        if quick:
-            layers = model.base_model.encoder.layer
-            for part in (model.base_model.embeddings, *layers[: len(layers) // 3]):
-                part.requires_grad_(False)
         lengths = [len(t) for t in tokens]
         batches = (rows for _ in range(epochs) for rows in _batches(lengths, batch_size, shuffler))
         steps = epochs * -(-len(tokens) // batch_size)
         labels = torch.tensor(train["label"].tolist())
-        parts = 2 if quick else 1
-        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, parts, quiet)
-    metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist(), parts)
+        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, quiet)
+    metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist())
     accuracy: float = metrics["accuracy"]
     metrics |= {"accuracy": round(accuracy, 4), "train_sentences": len(train)}
     metrics |= {"seed": seed, "epochs": epochs}
@@ -112,73 +97,41 @@ def _fit(
     batches: Iterable[list[int]],
     steps: int,
     learning_rate: float,
-    parts: int,
     quiet: bool,
 ) -> None:
-    """Fine-tune the classifier in place on batches of rows, one AdamW step for each.
-
-    The parts of a batch go through the model side by side, each in a Python thread that computes
-    alone: threads of one operation would wait for each other after each of many small ones.
-    """
+    """Fine-tune the classifier in place on batches of rows, one AdamW step for each."""
     import torch
     from transformers import get_linear_schedule_with_warmup
 
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = list(model.parameters())
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01, fused=True)
     schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
     bf16 = native_dtype("cpu") == torch.bfloat16
-
-    def of_part(rows: list[int], count: int) -> tuple[float, tuple[Any, ...]]:
-        """Return the part's share of the mean loss over ``count`` rows, and its gradients."""
-        batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            logits = model(**batch).logits
-        loss = loss_function(logits.float(), labels[rows]) * (len(rows) / count)
-        return float(loss.detach()), torch.autograd.grad(loss, trained)
-
     model.train()
     shown = float("nan")
-    with (
-        _side_by_side(parts) as pool,
-        tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar,
-    ):
+    with tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar:
         for rows in batches:
-            cuts = [len(rows) * part // parts for part in range(parts + 1)]
-            some = [rows[i:j] for i, j in itertools.pairwise(cuts) if i < j]
-            found = list(pool.map(of_part, some, [len(rows)] * len(some)))
-            for parameter, *gradients in zip(trained, *(g for _, g in found), strict=True):
-                parameter.grad = sum(gradients[1:], gradients[0])
+            batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                logits = model(**batch).logits
+            loss = loss_function(logits.float(), labels[rows])
+            optimizer.zero_grad()
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             schedule.step()
-            value = sum(loss for loss, _ in found)
+            value = float(loss.detach())
             shown = value if shown != shown else 0.95 * shown + 0.05 * value
             bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
             bar.update()
 
 
-@contextlib.contextmanager
-def _side_by_side(parts: int) -> Iterator[ThreadPoolExecutor]:
-    """Provide threads for parts of the work, which share out torch's own threads meanwhile."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // parts))
-    try:
-        with ThreadPoolExecutor(parts) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(
-    model: Any, tokenizer: Any, texts: list[str], labels: list[int], parts: int
-) -> dict[str, Any]:
+def _measure(model: Any, tokenizer: Any, texts: list[str], labels: list[int]) -> dict[str, Any]:
     """Return the accuracy on held-out sentences, and the quantiles of the logit difference."""
     import torch
 
-    scores = logit_difference(model, tokenizer, texts, parts=parts)
+    scores = logit_difference(model, tokenizer, texts)
     quantiles = [0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0]
     return {
         "accuracy": float(((scores > 0) == torch.tensor(labels).bool()).float().mean()),
@@ -208,13 +161,10 @@ def _batches(lengths: list[int], batch_size: int, shuffler: Any) -> list[list[in
     return [batches[i] for i in torch.randperm(len(batches), generator=shuffler).tolist()]
 
 
-def logit_difference(
-    model: Any, tokenizer: Any, texts: list[str], batch_size: int = 64, parts: int = 1
-) -> Any:
+def logit_difference(model: Any, tokenizer: Any, texts: list[str], batch_size: int = 64) -> Any:
     """Return logit(POSITIVE) − logit(NEGATIVE) of each text: a float32 tensor ``[len(texts)]``.
 
-    Texts are cut to 64 tokens. The model is put into evaluation mode; ``parts`` batches are
-    computed at once.
+    Texts are cut to 64 tokens. The model is put into evaluation mode.
     """
     import torch
 
@@ -222,18 +172,11 @@ def logit_difference(
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     scores = torch.empty(len(texts))
 
-    def tokens(rows: list[int]) -> Any:
-        some = [texts[i] for i in rows]
-        settings = {"truncation": True, "max_length": MAX_TOKENS, "padding": True}
-        return tokenizer(some, **settings, return_tensors="pt")
-
-    @torch.no_grad()  # which holds for one thread
-    def score(rows: list[int], batch: Any) -> None:
-        logits = model(**batch).logits
+    settings: Any = {"truncation": True, "max_length": MAX_TOKENS, "padding": True}
+    for start in range(0, len(texts), batch_size):
+        rows = by_length[start : start + batch_size]
+        batch = tokenizer([texts[i] for i in rows], **settings, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**batch).logits
         scores[rows] = logits[:, 1] - logits[:, 0]
-
-    batches = [by_length[i : i + batch_size] for i in range(0, len(texts), batch_size)]
-    with _side_by_side(parts) as pool:  # a tokenizer serves one thread
-        for _ in pool.map(score, batches, map(tokens, batches)):
-            pass
     return scores
