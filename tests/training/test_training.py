@@ -311,8 +311,9 @@ class TestLeaks:
         rows = [{"prompt": f"user {i}", "user": str(i)} for i in range(20)]
         rows += [{"prompt": text, "user": "odd"} for text in (None, "", "x" * 99, "third")]
         given = settings(
-            model, rounds=1, prompts=rows, data__user_column="user", data__max_prompts_per_user=3
-        )
+            model, rounds=1, prompts=rows, data__user_column="user", data__max_prompts_per_user=3,
+            data__max_prompt_tokens=64,
+        )  # fmt: skip
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         shown = []
         monkeypatch.setattr(

@@ -395,10 +395,10 @@ def test_what_is_saved_loads_as_trls(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_weights_are_trained_without_a_peft_config(
+def test_all_weights_are_trained_where_the_config_says_so(
     model: str, tmp_path: Path, one_key: None
 ) -> None:
-    made = trainer(model, tmp_path / "a", peft_config=None, learning_rate=1e-3)
+    made = trainer(model, tmp_path / "a", peft_config={"type": "full"}, learning_rate=1e-3)
     before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
     made.train()
     assert made.privacy["dimension"] == sum(p.numel() for p in before.values())
@@ -412,18 +412,18 @@ def test_all_weights_are_trained_without_a_peft_config(
     assert torch.equal(merged.get_input_embeddings().weight, loaded.get_input_embeddings().weight)
     assert "library_name: transformers" in (tmp_path / "saved/README.md").read_text()
     broken = trainer(
-        model, tmp_path / "b", peft_config=None, learning_rate=1e-3, callbacks=[Stop(1)]
+        model, tmp_path / "b", peft_config={"type": "full"}, learning_rate=1e-3, callbacks=[Stop(1)]
     )
     with pytest.raises(KeyboardInterrupt):
         broken.train()
-    again = trainer(model, tmp_path / "b", peft_config=None, learning_rate=1e-3)
+    again = trainer(model, tmp_path / "b", peft_config={"type": "full"}, learning_rate=1e-3)
     again.train(resume_from_checkpoint=True)
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.slow
 def test_a_model_that_a_private_run_left_must_be_counted(model: str, tmp_path: Path) -> None:
-    first = trainer(model, tmp_path / "a", peft_config=None)
+    first = trainer(model, tmp_path / "a", peft_config={"type": "full"})
     first.train()
     tokenizer = AutoTokenizer.from_pretrained(model)
 
