@@ -48,7 +48,7 @@ class TestPrivacy:
             "privacy", "noise", "--users", "23000", "--rounds", "16", "--epsilon", "4", "--delta",
             "1e-5", "--json",
         )  # fmt: skip
-        assert set(got) == {"noise_multiplier", "epsilon"}
+        assert set(got) == {"noise_multiplier", "epsilon", "best_guess"}
         assert 3.99 < got["epsilon"] <= 4
         assert 0.68 < got["noise_multiplier"] <= 0.693
 

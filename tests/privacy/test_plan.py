@@ -195,9 +195,9 @@ def test_other_noise_or_another_epsilon_is_no_rounding(name: str) -> None:
         ({"rounds": 0}, "rounds must be at least 1, not 0"),
         (
             {"epsilon": 1.0, "noise_multiplier": 1.0},
-            "exactly one of epsilon, noise_multiplier and max_guess",
+            "exactly one of epsilon and noise_multiplier",
         ),
-        ({"epsilon": None}, "exactly one of epsilon, noise_multiplier and max_guess"),
+        ({"epsilon": None}, "exactly one of epsilon and noise_multiplier"),
         ({"clip_norm": 0.0}, "clip_norm must be a positive number, not 0.0"),
         ({"clip_norm": -1.0}, "clip_norm must be a positive number"),
         ({"clip_norm": math.nan}, "clip_norm must be a positive number"),

@@ -17,7 +17,7 @@ from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.plan import make_plan
-from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, risk
+from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, plan_within, risk
 from dprlhf.runs.model_card import percent
 from helpers.risks import Floats, simulated
 
@@ -148,7 +148,7 @@ def test_more_is_released_more_is_risked(more: dict[str, Any]) -> None:
 def test_a_plan_for_a_guess_has_the_least_noise_that_keeps_to_it(
     guess: float, changes: dict[str, Any]
 ) -> None:
-    plan = make_plan(users=100, rounds=8, delta=DELTA, max_guess=guess, **changes)
+    plan = plan_within(guess, users=100, rounds=8, delta=DELTA, **changes)
     assert risk([plan.mechanism], DELTA).best_guess <= guess
     less = plan.mechanism.with_noise(plan.noise_multiplier / 1.005)
     assert risk([less], DELTA).best_guess > guess
@@ -161,7 +161,7 @@ def test_a_plan_for_a_guess_has_the_least_noise_that_keeps_to_it(
 @pytest.mark.parametrize("guess", [0.5, 1.0, math.nan])
 def test_a_guess_without_a_plan_is_refused(guess: float) -> None:
     with pytest.raises(DprlhfError, match=r"max_guess must be above 0\.5 and below 1"):
-        make_plan(users=100, rounds=8, delta=DELTA, max_guess=guess)
+        plan_within(guess, users=100, rounds=8, delta=DELTA)
 
 
 @pytest.mark.parametrize("partition", ["random-allocation", "fixed", "poisson"])

@@ -15,7 +15,15 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
-from dprlhf.training.measures import compare, distinct, measure, token_logs
+from dprlhf.training.measures import (
+    PolicyEstimate,
+    RewardEstimate,
+    compare,
+    distinct,
+    drift_warnings,
+    measure,
+    token_logs,
+)
 from helpers import runs, tiny
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
@@ -194,3 +202,32 @@ def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path
     # A judge trains nothing and is shown nothing but public prompts.
     seen = set((tmp_path / "judge.py.seen").read_text().splitlines())
     assert seen == set(PUBLIC)
+
+
+def estimate(reward: float, kl_per_token: float, perplexity: float) -> PolicyEstimate:
+    measured = {"kl_per_token": kl_per_token, "perplexity": perplexity}
+    means = {name: RewardEstimate(value, 0.1, 8) for name, value in measured.items()}
+    return PolicyEstimate(reward, 0.1, 8, measures=means)
+
+
+@pytest.mark.parametrize(
+    ("norm", "released", "after", "said"),
+    [
+        (2.0, 1.0, estimate(1.0, 0.1, 9.0), []),
+        (1.0, 1.0, estimate(1.0, 0.1, 9.0), ["noise alone"]),
+        (2.0, 2.9, estimate(1.0, 0.1, 9.0), ["close to the range"]),
+        (2.0, None, estimate(2.8, 0.1, 9.0), ["close to the range"]),
+        (2.0, 1.0, estimate(1.0, 1.5, 9.0), ["far from the base"]),
+        (2.0, 1.0, estimate(1.0, 0.1, 20.0), ["far from the base"]),
+        (2.0, 1.0, None, []),
+    ],
+)
+def test_what_released_and_public_values_show_is_warned_of(
+    norm: float, released: float | None, after: PolicyEstimate | None, said: list[str]
+) -> None:
+    line = {"released_gradient_norm": norm, "expected_noise_norm": 1.0}
+    line |= {"private_reward_noised": released, "private_reward_noise_std": 0.05}
+    before = estimate(0.0, 0.0, 8.0)
+    found = drift_warnings([line, {"another": "line"}], 3.0, before, after)
+    assert len(found) == len(said)
+    assert all(words in warning for words, warning in zip(said, found, strict=True))

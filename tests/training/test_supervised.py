@@ -531,7 +531,12 @@ def test_a_pipeline_states_one_total(
 def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {
         "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        "data": {
+            "path": "in-memory",
+            "user_column": "user",
+            "max_tokens": 16,
+            "max_prompts_per_user": 1,
+        },
         "evaluation": {"data": {"path": "in-memory"}, "prompts": 6},
         "privacy": {"epsilon": 4.0, "tuning_runs": 1},
         "rounds": 4,

@@ -152,25 +152,27 @@ def privacy_noise(
     """Find the smallest noise multiplier that keeps within ε, or within a guess's success."""
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import make_plan
-    from dprlhf.privacy.risk import risk
+    from dprlhf.privacy.risk import plan_within, risk
     from dprlhf.runs.model_card import percent
 
     if (epsilon is None) == (max_guess is None):
         raise DprlhfError("give one of --epsilon and --max-guess")
     if epsilon is not None and not 0 < epsilon < math.inf:
         raise DprlhfError(f"--epsilon must be a positive number, not {epsilon}")
-    made = make_plan(
-        users=users,
-        rounds=rounds,
-        delta=delta,
-        epsilon=epsilon,
-        max_guess=max_guess,
-        partition=partition,
-        adjacency=adjacency,
-        participations=participations,
-        releases_per_round=releases_per_round,
-        bands=bands,
-    )
+    settings: dict[str, Any] = {
+        "users": users,
+        "rounds": rounds,
+        "delta": delta,
+        "partition": partition,
+        "adjacency": adjacency,
+        "participations": participations,
+        "releases_per_round": releases_per_round,
+        "bands": bands,
+    }
+    if max_guess is None:
+        made = make_plan(epsilon=epsilon, **settings)
+    else:
+        made = plan_within(max_guess, **settings)
     _warn_delta(delta, users)
     guess = risk([made.mechanism], delta).best_guess
     answer = {

@@ -176,7 +176,6 @@ def make_plan(
     delta: float,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
-    max_guess: float | None = None,
     clip_norm: float = 1.0,
     partition: Partition = "random-allocation",
     adjacency: Adjacency | None = None,
@@ -184,17 +183,15 @@ def make_plan(
     releases_per_round: int = 1,
     bands: int = 1,
 ) -> Plan:
-    """Build the plan from the target ε, the noise multiplier, or the best guess to allow.
+    """Build the plan from the target ε or from the noise multiplier.
 
     Args:
         users: Number of users N, which is public.
         rounds: Number of rounds T.
         delta: δ of the guarantee.
         epsilon: Largest ε; ``math.inf`` plans a non-private baseline. Give exactly one of
-            ``epsilon``, ``noise_multiplier`` and ``max_guess``.
+            ``epsilon`` and ``noise_multiplier``.
         noise_multiplier: Noise multiplier z; 0 plans a non-private baseline.
-        max_guess: Largest probability, above ½, that a guess at even odds whether a user took part
-            is right.
         clip_norm: Clip norm S, the L2 bound on one user's contribution.
         partition: How users are assigned to rounds.
         adjacency: Neighbouring datasets; None takes ``zero-out``.
@@ -206,8 +203,8 @@ def make_plan(
         DprlhfError: A value is out of range, there are fewer users than rounds, or the partition
             does not support the adjacency.
     """
-    if sum(value is not None for value in (epsilon, noise_multiplier, max_guess)) != 1:
-        raise DprlhfError("privacy: give exactly one of epsilon, noise_multiplier and max_guess")
+    if (epsilon is None) == (noise_multiplier is None):
+        raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
     baseline = noise_multiplier == 0 or epsilon == math.inf
     check_sizes(users, rounds)
     if not 0 < delta < 1:
@@ -230,8 +227,6 @@ def make_plan(
             f" least {upwards(mechanism.spec.least_delta, 3)}, not {delta:g}; use a larger delta,"
             " partition fixed, or bands 1"
         )
-    if max_guess is not None:
-        mechanism = mechanism.with_noise(_noise_of_guess(mechanism, max_guess, delta))
     mechanism, guarantee = _cost(mechanism, math.inf if baseline else epsilon, delta)
     z = mechanism.noise_multiplier
     if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
@@ -293,14 +288,6 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
         return mechanism, accounting.epsilon(mechanism, delta)
     z, guarantee = _calibrated(mechanism, target, delta, mechanism.spec)
     return mechanism.with_noise(z), guarantee
-
-
-@functools.lru_cache(64)
-def _noise_of_guess(mechanism: Mechanism, max_guess: float, delta: float) -> float:
-    """Return the noise of a plan at which the best guess is at most ``max_guess``; kept, too."""
-    from dprlhf.privacy.risk import noise_multiplier  # which most plans need at their end alone
-
-    return noise_multiplier(mechanism, max_guess, delta)
 
 
 @functools.lru_cache(64)

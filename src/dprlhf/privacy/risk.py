@@ -23,6 +23,7 @@ from dprlhf.privacy.composition import covering_noise, joint_losses, sets_of_run
 from dprlhf.privacy.curves import SIDES, Floats
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import round_noise
+from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.privacy.random_allocation import Side
 
 FALSE_POSITIVES = (0.001, 0.01, 0.1)
@@ -104,6 +105,23 @@ def risk(
     return Risk(guess, prior, at_prior, rates, mu, delta, people)
 
 
+def plan_within(max_guess: float, *, delta: float, **settings: Any) -> Plan:
+    """Return the plan with the least noise at which no guess at even odds does better.
+
+    Args:
+        max_guess: Largest probability, above ½, that a guess whether a user took part is right.
+        delta: δ of the guarantee.
+        settings: The others of :func:`~dprlhf.privacy.plan.make_plan`, without ε and noise.
+
+    Raises:
+        DprlhfError: A value is out of range.
+    """
+    draft = make_plan(delta=delta, noise_multiplier=1.0, **settings)
+    z = noise_multiplier(draft.mechanism, max_guess, delta)
+    return make_plan(delta=delta, noise_multiplier=z, **settings)
+
+
+@functools.lru_cache(64)  # a run asks for its plan more than once
 def noise_multiplier(mechanism: Mechanism, max_guess: float, delta: float) -> float:
     """Return the least noise multiplier, to 0.1%, at which no guess at even odds does better.
 

@@ -63,8 +63,9 @@ def drift_warnings(
         after: The tuned policy on the same.
     """
     found = []
-    released = sum(line["released_gradient_norm"] ** 2 for line in rounds)
-    noise = sum(line["expected_noise_norm"] ** 2 for line in rounds)
+    steps = [line for line in rounds if "released_gradient_norm" in line]
+    released = sum(line["released_gradient_norm"] ** 2 for line in steps)
+    noise = sum(line["expected_noise_norm"] ** 2 for line in steps)
     if noise and released < 1.1 * noise:
         found.append(
             "the released gradients of all rounds together are about as long as noise alone: what"

@@ -12,7 +12,6 @@ from dprlhf.data.in_memory import InMemoryInputs, R
 from dprlhf.data.users import Users
 from dprlhf.hardware import native_dtype
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
-from dprlhf.privacy.relations import Adjacency
 from dprlhf.recipe import IN_MEMORY, AnyRecipe
 
 
@@ -65,18 +64,20 @@ def plan_of(
     stated = opened.get("adjacency")
     if stated is None:
         check_promise(privacy.adjacency)
-    plan = make_plan(
-        users=users if isinstance(users, int) else users.count,
-        rounds=recipe.rounds,
-        delta=privacy.delta,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        max_guess=privacy.max_guess,
-        clip_norm=recipe.update.clip_norm,
-        partition=privacy.partition,
-        adjacency=cast(Adjacency | None, stated) or privacy.adjacency,
-        participations=privacy.participations,
-        releases_per_round=recipe.update.releases,
-        bands=privacy.bands,
-    )
-    return plan.continued(opened)
+    settings: dict[str, Any] = {
+        "users": users if isinstance(users, int) else users.count,
+        "rounds": recipe.rounds,
+        "delta": privacy.delta,
+        "clip_norm": recipe.update.clip_norm,
+        "partition": privacy.partition,
+        "adjacency": stated or privacy.adjacency,
+        "participations": privacy.participations,
+        "releases_per_round": recipe.update.releases,
+        "bands": privacy.bands,
+    }
+    if privacy.max_guess is None:
+        settings |= {"epsilon": privacy.epsilon, "noise_multiplier": privacy.noise_multiplier}
+        return make_plan(**settings).continued(opened)
+    from dprlhf.privacy.risk import plan_within  # which most plans need at their end alone
+
+    return plan_within(privacy.max_guess, **settings).continued(opened)
