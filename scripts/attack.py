@@ -97,13 +97,8 @@ def audits(cache: Cache, canaries: int, most: int | None) -> None:
                 users=canaries, rounds=4, releases_per_round=recipe.update.releases, **privacy
             )
             cache.keep(key, plan.noise_multiplier)
-        recipe = recipe.model_copy(
-            update={
-                "privacy": recipe.privacy.model_copy(
-                    update={"epsilon": None, "noise_multiplier": cache.held[key]}
-                )
-            }
-        )
+        stated = recipe.privacy.asking(noise_multiplier=cache.held[key])
+        recipe = recipe.model_copy(update={"privacy": stated})
         with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
             found = audit(recipe, f"{folder}/audit", canaries=canaries, seed=seed, quiet=True)
         cache.keep(name, {"bound": found.bound, "epsilon": found.epsilon, "holds": found.holds})

@@ -38,7 +38,7 @@ def plan_of(**changes: Any) -> Plan:
     return make_plan(**(settings | changes))
 
 
-def finished(folder: Path, plan: Plan, **terms: Any) -> Path:
+def finished(folder: Path, plan: Plan, asked: Any = None, **terms: Any) -> Path:
     """The folder of a finished run of one recipe, with a ledger of this plan and these terms."""
     run = RunFolder(folder / "run")
     run.policy.mkdir(parents=True)
@@ -47,7 +47,7 @@ def finished(folder: Path, plan: Plan, **terms: Any) -> Path:
             "policy": {"model_name_or_path": "nowhere"},
             "data": {"path": "nowhere"},
             "rewards": [{"function": "nowhere"}],
-            "privacy": {"epsilon": 4.0, "delta": 1e-5, "partition": "stream"},
+            "privacy": {**(asked or {"epsilon": 4.0}), "delta": 1e-5, "partition": "stream"},
             "rounds": 2,
         }
     )
@@ -65,10 +65,11 @@ def audited(run: Path, **options: Any) -> Audit:
     )
 
 
-def test_the_plan_of_the_ledger_is_audited(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [{"epsilon": 4.0}, {"max_guess": 0.7}])
+def test_the_plan_of_the_ledger_is_audited(asked: dict[str, float], tmp_path: Path) -> None:
     """An accountant of another day may find other noise for the same epsilon."""
     ledger = plan_of(noise_multiplier=1.2 * plan_of().noise_multiplier)
-    found = audited(finished(tmp_path, ledger))
+    found = audited(finished(tmp_path, ledger, asked))
     assert found.epsilon == ledger.guarantee.epsilon < 3.9
     of_audit = read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
     assert of_audit["noise_multiplier"] == ledger.noise_multiplier

@@ -25,6 +25,7 @@ from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.stand_in import (
     StoppedEarlyError,
+    _of_stand_ins,
     count_users,
     excess_variance,
     run_stand_ins,
@@ -62,6 +63,14 @@ def recipe_of(model: str, **changes: Any) -> Recipe:
 
 def rows_for(recipe: Recipe, count: int = len(PUBLIC)) -> PublicRows:
     return public_rows(recipe, rows=PUBLIC[:count], scored=16)
+
+
+@pytest.mark.parametrize("asked", ["epsilon", "noise_multiplier", "max_guess"])
+def test_stand_ins_have_no_promise_whatever_the_run_has(asked: str) -> None:
+    recipe = recipe_of("m", privacy={asked: 0.6})
+    made = _of_stand_ins(recipe, rows_for(recipe), every=2, in_memory=True)
+    assert made.privacy.baseline
+    assert made.privacy.max_guess is None
 
 
 class TestThePlan:

@@ -61,8 +61,8 @@ def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
             f"{run.recipe}: not the recipe that its ledger was opened with, so an audit of it would"
             " say nothing about this run; put the recipe back"
         )
-    changes = {"epsilon": None, "noise_multiplier": terms.get("noise_multiplier")}
-    made = recipe.model_copy(update={"privacy": recipe.privacy.model_copy(update=changes)})
+    stated = recipe.privacy.asking(noise_multiplier=terms.get("noise_multiplier"))
+    made = recipe.model_copy(update={"privacy": stated})
     _check_same_plan(made, terms, run)
     return made
 

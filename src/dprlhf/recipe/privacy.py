@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import urllib.parse
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -58,6 +58,11 @@ class Budget(Settings):
     def baseline(self) -> bool:
         """Whether the run is a non-private baseline, without noise."""
         return self.epsilon == math.inf or self.noise_multiplier == 0
+
+    def asking(self, **one: float | None) -> Self:
+        """Return this section with one of ε, noise and guess in the place of the one it has."""
+        none = dict.fromkeys(("epsilon", "noise_multiplier", "max_guess"))
+        return self.model_copy(update={**none, **one})
 
     @model_validator(mode="after")
     def _valid(self) -> Budget:

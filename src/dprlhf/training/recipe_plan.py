@@ -75,6 +75,9 @@ def plan_of(
         "releases_per_round": recipe.update.releases,
         "bands": privacy.bands,
     }
+    if opened and privacy.max_guess is not None:
+        # The search for the noise may end elsewhere on another processor: the stated one stays.
+        privacy = privacy.asking(noise_multiplier=opened["noise_multiplier"])
     if privacy.max_guess is None:
         settings |= {"epsilon": privacy.epsilon, "noise_multiplier": privacy.noise_multiplier}
         return make_plan(**settings).continued(opened)

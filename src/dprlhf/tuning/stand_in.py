@@ -345,8 +345,8 @@ def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: boo
             "every": every,
             "declared_public": True,
         },
-        "privacy": values["privacy"]
-        | {"epsilon": math.inf, "noise_multiplier": None, "tuning_runs": None, "book": "none"},
+        "privacy": recipe.privacy.asking(epsilon=math.inf).model_dump()
+        | {"tuning_runs": None, "book": "none"},
         "previous": [],
         "tracking": {},
         "output_dir": None,
