@@ -340,10 +340,8 @@ def say_what_is_left_out(
         prepared: What was loaded and checked.
         folder: The run folder; None for a dry run.
     """
-    if not prepared.quiet:
-        width = prepared.recipe.data.max_prompt_tokens
-        rule = f"a prompt keeps its last {width} tokens (data.max_prompt_tokens)"
-        print(f"dprlhf: {rule}", file=sys.stderr)
+    if folder is None and not prepared.quiet:  # the plan of a run says so itself
+        print(f"dprlhf: {prepared.recipe.data.kept}", file=sys.stderr)
     if folder is None and not sys.stderr.isatty():
         return
     with captured(None):  # a panic in compiled code prints the text that it failed on
