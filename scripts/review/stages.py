@@ -41,9 +41,9 @@ from helpers import runs, tiny  # noqa: E402
 TEMPLATES = ("deepseek_r1_distill", "gemma3", "gptoss", "llama3_1", "qwen3", "qwen3_5_think")
 LORA = {"type": "lora", "rank": 2, "target_modules": ["c_attn"]}
 UNREAD = {
-    "model.quantization": "nf4",
-    "model.gradient_checkpointing": True,
-    "model.chat_template_kwargs": {"enable_thinking": False},
+    "policy.quantization": "nf4",
+    "policy.gradient_checkpointing": True,
+    "policy.chat_template_kwargs": {"enable_thinking": False},
     "data.max_prompt_tokens": 128,
 }
 DPO = {"policy": {"model_name_or_path": "x"}, "rounds": 1, "privacy": {"epsilon": 1}}

@@ -27,8 +27,10 @@ from dprlhf.rollout.logprobs import token_logprobs
 from helpers.agents import (
     LENGTH,
     LONGEST,
+    Adding,
     Guessing,
     add,
+    asked,
     draw,
     fail,
     policy_of,
@@ -41,7 +43,7 @@ from helpers.marks import slow
 
 def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
     policy = policy_of()
-    AgentSampler(Agent(tools, environment, most)).attach(policy, LONGEST)
+    AgentSampler(Agent(tools, environment, most)).attach(policy)
     return policy
 
 
@@ -389,7 +391,7 @@ def checked(policy: CausalLMPolicy) -> None:
 @pytest.mark.parametrize("agent", [Agent([add, fail]), Agent([], Guessing)], ids=["tools", "game"])
 def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
     policy = policy_of()
-    AgentSampler(agent).attach(policy, LONGEST)
+    AgentSampler(agent).attach(policy)
     checked(policy)
 
 
@@ -431,10 +433,16 @@ def test_a_template_that_shows_no_tools_is_refused(monkeypatch: pytest.MonkeyPat
     plain = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     monkeypatch.setattr(policy.tokenizer, "chat_template", plain)
     with pytest.raises(DprlhfError, match="leaves out tools and tool calls"):
-        AgentSampler(Agent([add])).attach(policy, LONGEST)
-    monkeypatch.undo()
-    with pytest.raises(DprlhfError, match=r"data\.max_prompt_tokens 5: the tools alone take"):
-        AgentSampler(Agent([add])).attach(policy, 5)
+        AgentSampler(Agent([add])).attach(policy)
+
+
+def test_the_tokens_of_the_tools_are_those_of_the_largest_set() -> None:
+    policy = policy_of()
+    tokens = [AgentSampler(Agent([add, *more])).attach(policy) for more in ((), (fail,))]
+    assert tokens[0] < tokens[1] == len(policy.render(asked("?"), add_generation_prompt=True))
+    kinds = {"one": Adding, "other": Guessing}
+    alone = [AgentSampler(Agent([], kind)).attach(policy) for kind in kinds.values()]
+    assert AgentSampler(Agent([], kinds)).attach(policy) == max(alone)
 
 
 def test_what_is_no_tool_is_refused() -> None:

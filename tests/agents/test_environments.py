@@ -33,7 +33,7 @@ NAMES = ["sums", "numbers", "sums", "numbers", "sums"]
 
 def acting(environments: Any = None, *tools: Any) -> CausalLMPolicy:
     policy = policy_of()
-    AgentSampler(Agent(tools, environments or TWO)).attach(policy, LONGEST)
+    AgentSampler(Agent(tools, environments or TWO)).attach(policy)
     return policy
 
 

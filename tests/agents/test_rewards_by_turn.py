@@ -44,7 +44,7 @@ class Judged(agents.Guessing):
 
 def test_a_turn_is_a_message_of_the_policy_and_its_score_follows_its_tools() -> None:
     policy = agents.policy_of()
-    AgentSampler(Agent([agents.add], Judged)).attach(policy, agents.LONGEST)
+    AgentSampler(Agent([agents.add], Judged)).attach(policy)
     made = agents.draw(policy, agents.prompts_of([f"number {i}?" for i in range(6)]))
     assert made.completions is not None
     said = [[m for m in row if m["role"] == "assistant"] for row in made.completions]

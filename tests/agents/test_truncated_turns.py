@@ -20,7 +20,7 @@ from helpers.agents import add, asked, fail, policy_of
 def test_each_token_of_each_turn_is_the_one_that_is_kept() -> None:
     """With top-k 1, log π̃ is 0 exactly where sampling and update see the same tokens before."""
     policy = policy_of()
-    AgentSampler(Agent((add, fail), None, None)).attach(policy, 40)
+    AgentSampler(Agent((add, fail), None, None)).attach(policy)
     texts = ["2 and 1?", "two and two, please?", "0 1", "what?"]
     prompts = Prompts([asked(t) for t in texts], np.arange(4), np.zeros(4, dtype=np.int64), {})
     spec = recipe.Rollout(responses=2, max_new_tokens=64, batch_size=8)

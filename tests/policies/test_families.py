@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoConfig
 
 from dprlhf.data.users import Users
+from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import context_length, prompt_room
 from dprlhf.recipe import Data, Rollout, make_recipe
 from dprlhf.rollout.decoding import try_last_step
@@ -106,37 +107,50 @@ def test_the_last_position_is_the_last_that_the_model_has(kind: str) -> None:
     assert policy.last_position == places[0].weight.shape[0] - 1
 
 
-@pytest.mark.parametrize(("stated", "width"), [({}, 48), ({"max_prompt_tokens": 60}, 60)])
-def test_a_short_context_shortens_the_default_prompt(stated: dict[str, int], width: int) -> None:
+SHORT: dict[str, Any] = {
+    "policy": {"model_name_or_path": "tiny"},
+    "data": {"path": "in-memory"},
+    "rewards": [{"function": "package:function"}],
+    "privacy": {"epsilon": 4.0},
+    "rounds": 2,
+    "rollout": {"max_new_tokens": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("stated", "tools", "width"),
+    [({}, 0, 48), ({"max_prompt_tokens": 60}, 0, 60), ({"max_prompt_tokens": 60}, 60, 60)],
+)
+def test_a_short_context_shortens_the_default_prompt(
+    stated: dict[str, int], tools: int, width: int
+) -> None:
     policy = families.policy("gpt2")
     settings = make_recipe(
         {
-            "policy": {"model_name_or_path": "tiny"},
+            **SHORT,
             "data": {"path": "in-memory", **stated},
-            "rewards": [{"function": "package:function"}],
-            "privacy": {"epsilon": 4.0},
-            "rounds": 2,
             "rollout": {"max_new_tokens": policy.room - 48},
         }
     )
-    found = with_prompt_width(settings, policy)
-    assert found.data.max_prompt_tokens == width
+    settled = with_prompt_width(settings, policy, tools=tools)
+    assert settled.data.max_prompt_tokens == width
+    with pytest.raises(DprlhfError, match=f"max_prompt_tokens {width}: the tools alone take 61"):
+        with_prompt_width(settings, policy, tools=61)
+
+
+def test_the_default_prompt_has_room_for_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = families.policy("gpt2")
+    monkeypatch.setattr(type(policy), "room", 4096)
+    settings = make_recipe(SHORT)
+    widths = [with_prompt_width(settings, policy, tools=n).data.max_prompt_tokens for n in (0, 900)]
+    assert widths == [512, 1412]
 
 
 def test_the_longest_prompt_follows_from_public_rows() -> None:
     policy = families.policy("gpt2")
     texts = [*["x" * 17] * 199, "y" * 40]  # one of two hundred is longer; a byte is a token
     public = Users(Dataset.from_dict({"prompt": texts}), Data(path="in-memory"))
-    settings = make_recipe(
-        {
-            "policy": {"model_name_or_path": "tiny"},
-            "data": {"path": "in-memory"},
-            "rewards": [{"function": "package:function"}],
-            "privacy": {"epsilon": 4.0},
-            "rounds": 2,
-            "rollout": {"max_new_tokens": 4},
-        }
-    )
+    settings = make_recipe(SHORT)
     assert with_prompt_width(settings, policy, public).data.max_prompt_tokens == 32
     short = settings.model_copy(update={"rollout": Rollout(max_new_tokens=policy.room - 20)})
     assert with_prompt_width(short, policy, public).data.max_prompt_tokens == 20

@@ -203,16 +203,18 @@ class Agent:
             _check_tools(shown)
         self.shown = list({tool.__name__: tool for one in self._shown for tool in one}.values())
 
-    def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
-        """Let the chat template show the tools, and check that it can.
+    def attach(self, policy: CausalLMPolicy) -> int:
+        """Let the chat template show the tools, check that it can, and return their tokens.
 
         Raises:
             DprlhfError: The template leaves out tools, calls or answers.
         """
+        tokens = []
         for shown in self._shown:
             policy.tools = shown
-            check_chat(policy, max_prompt_tokens)
+            tokens.append(check_chat(policy))
         policy.tools = self.shown
+        return max(tokens)
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Check that rows name their environment where there are several.

@@ -117,12 +117,13 @@ def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> 
     return whole[len(start) :]
 
 
-def check_chat(policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
+def check_chat(policy: CausalLMPolicy) -> int:
     """Check on a made-up conversation that the chat template shows tools, calls and answers.
+
+    Returns the number of tokens that the tools take of each prompt.
 
     Args:
         policy: The policy, whose ``tools`` its template shows.
-        max_prompt_tokens: The longest prompt in tokens, into which the tools must fit.
 
     Raises:
         DprlhfError: The template leaves something out, or transformers is too old.
@@ -163,8 +164,4 @@ def check_chat(policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
             "rollout.agent: the chat template of the policy's tokenizer leaves out"
             f" {' and '.join(lacking)}: take a model that was tuned for tools"
         )
-    if len(start) > max_prompt_tokens:
-        raise DprlhfError(
-            f"data.max_prompt_tokens {max_prompt_tokens}: the tools alone take {len(start)} tokens"
-            " of each prompt, and a longer prompt loses its start: raise it"
-        )
+    return len(start)

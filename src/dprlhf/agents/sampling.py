@@ -57,14 +57,16 @@ class AgentSampler:
         self.agent = agent
         self.sink: SecretSink | None = None
 
-    def attach(self, policy: CausalLMPolicy, max_prompt_tokens: int) -> None:
+    def attach(self, policy: CausalLMPolicy) -> int:
         """Let a policy act: its template shows the tools, and its turns call them.
+
+        Returns the number of tokens that the tools take of each prompt.
 
         Raises:
             DprlhfError: The policy's chat template cannot show them.
         """
-        self.agent.attach(policy, max_prompt_tokens)
         policy.sampler = self
+        return self.agent.attach(policy)
 
     def __call__(
         self,

@@ -57,31 +57,40 @@ _MEASURED = 512
 
 
 def with_prompt_width(
-    recipe: Recipe, policy: CausalLMPolicy, public: Users | None = None
+    recipe: Recipe, policy: CausalLMPolicy, public: Users | None = None, tools: int = 0
 ) -> Recipe:
     """Settle the longest prompts where the recipe states none.
 
     They are as long as 99 of 100 public prompts, up to a multiple of 16; without public rows 512
-    tokens; and never more than a response leaves of the model's context.
+    tokens and what an agent's tools take; and never more than a response leaves of the model's
+    context.
 
     Args:
         recipe: The settings.
         policy: The policy.
         public: The rows of the evaluation; None without any.
+        tools: Tokens that an agent's tools take of each prompt.
+
+    Raises:
+        DprlhfError: The tools alone do not fit into a prompt.
     """
     data = recipe.data
-    if "max_prompt_tokens" in data.model_fields_set:
-        return recipe
-    longest = LONGEST_PROMPT
-    if public is not None and recipe.rollout.agent is None:  # whose tools make prompts longer
-        some = public.select(np.arange(min(_MEASURED, public.count)))
-        with contextlib.suppress(Exception):  # what is wrong with these rows is said by their check
-            whole = policy.encode(some.prompts, sys.maxsize, some.for_template)
-            usual = np.quantile([len(tokens) for tokens in whole], 0.99, method="higher")
-            longest = 16 * max(1, math.ceil(usual / 16))
-    width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
-    settled = data.model_copy(update={"max_prompt_tokens": width})
-    return recipe.model_copy(update={"data": settled})
+    if "max_prompt_tokens" not in data.model_fields_set:
+        longest = LONGEST_PROMPT + tools
+        if public is not None and recipe.rollout.agent is None:  # environments add to prompts
+            some = public.select(np.arange(min(_MEASURED, public.count)))
+            with contextlib.suppress(Exception):  # their own check says what is wrong with them
+                whole = policy.encode(some.prompts, sys.maxsize, some.for_template)
+                usual = np.quantile([len(tokens) for tokens in whole], 0.99, method="higher")
+                longest = 16 * max(1, math.ceil(usual / 16))
+        width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
+        data = data.model_copy(update={"max_prompt_tokens": width})
+    if tools > data.max_prompt_tokens:
+        raise DprlhfError(
+            f"data.max_prompt_tokens {data.max_prompt_tokens}: the tools alone take {tools} tokens"
+            " of each prompt, and a longer prompt loses its start: raise it"
+        )
+    return recipe.model_copy(update={"data": data})
 
 
 def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:

@@ -177,13 +177,13 @@ class Reinforcement:
             policy = load_policy_of(self.recipe)
         else:
             policy = with_sampling(self._sources.policy, self.recipe)
-        self.recipe = with_prompt_width(self.recipe, policy, public)
-        policy.tools, policy.sampler, spec = (), None, self.recipe.rollout.agent
+        policy.tools, policy.sampler, spec, tools = (), None, self.recipe.rollout.agent, 0
         if spec is not None:
             from dprlhf.agents import load_sampler
 
             self.agent = load_sampler(spec, **self._sources.agent)
-            self.agent.attach(policy, self.recipe.data.max_prompt_tokens)
+            tools = self.agent.attach(policy)
+        self.recipe = with_prompt_width(self.recipe, policy, public, tools)
         return policy
 
     def check_rows(self, rows: Any) -> None:

@@ -194,12 +194,11 @@ class PrivateTrainer(Generic[C]):
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
         """Load the policy, set the recipe's longest prompt, and attach an agent's sampler."""
         policy = policy_of(self.recipe, model, tokenizer)
-        public = public_users(self.recipe, self._public)
-        self.recipe = self._settled = with_prompt_width(self.recipe, policy, public)
+        public, tools = public_users(self.recipe, self._public), 0
         if (agent := self.recipe.rollout.agent) is not None:
             with_response_template(policy.tokenizer)
-            sampler = load_sampler(agent, **self._agent)
-            sampler.attach(policy, self.recipe.data.max_prompt_tokens)
+            tools = load_sampler(agent, **self._agent).attach(policy)
+        self.recipe = self._settled = with_prompt_width(self.recipe, policy, public, tools)
         return policy
 
     def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Recipe:
