@@ -21,11 +21,8 @@ def called(completions: list[Any], **columns: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("agent", "rewards"),
     [
-        ({"tools": [agents.add]}, ["in-memory"]),
-        (
-            {"environment_factory": agents.Guessing},
-            ["in-memory", "dprlhf.agents.rewards:environment_reward"],
-        ),
+        ({"tools": [agents.add]}, ["called"]),
+        ({"environment_factory": agents.Guessing}, ["called", "Guessing"]),
     ],
     ids=["tools", "environment"],
 )
@@ -44,7 +41,12 @@ def test_a_trainer_with_an_agent(agent: dict[str, Any], rewards: list[str], tmp_
         peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"]),
         **agent,
     )
-    assert [reward.name for reward in trainer.recipe.rewards] == rewards
+    assert trainer.reward_func_names == rewards
+    assert trainer.reward_weights.tolist() == [1.0] * len(rewards)
+    assert trainer.reward_funcs[0] is called
+    if len(rewards) > 1:
+        scores = trainer.reward_funcs[1](environments=[agents.Guessing(), agents.Adding()])
+        assert [score is None for score in scores] == [False, True]
     assert trainer.recipe.rollout.agent is not None
     assert trainer.recipe.rollout.agent.max_tool_calling_iterations == 2
     before = trainer.evaluate()

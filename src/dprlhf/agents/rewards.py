@@ -8,6 +8,7 @@ from typing import Any
 
 from dprlhf.agents.agent import EnvironmentFactories, factories_by_name
 from dprlhf.recipe import Reward
+from dprlhf.rewards.event_loop import wait_for
 
 ENVIRONMENT_REWARD = "dprlhf.agents.rewards:environment_reward"
 """The name of :func:`environment_reward` in a recipe."""
@@ -15,7 +16,7 @@ ENVIRONMENT_REWARD = "dprlhf.agents.rewards:environment_reward"
 _BY_TURN = "dprlhf.agents.rewards:environment_turn_rewards"
 
 
-async def environment_reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
+def environment_reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
     """Return what each trajectory's environment says of it, by its method ``get_reward``.
 
     It is called for one user at a time: a call in which another user's environment fails would be
@@ -31,7 +32,7 @@ async def environment_reward(environments: Sequence[Any], **columns: Any) -> lis
     scores = []
     for one in environments:
         score = one.get_reward() if callable(getattr(one, "get_reward", None)) else None
-        scores.append(await score if inspect.isawaitable(score) else score)
+        scores.append(wait_for(score) if inspect.isawaitable(score) else score)
     return scores
 
 
@@ -53,12 +54,14 @@ def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> lis
 
 def environment_rewards(factory: EnvironmentFactories | None) -> list[Reward]:
     """Return the rewards that the environments of a factory, or of one of several, give."""
-    factories = factories_by_name(factory).values()
-    made = [make if isinstance(make, type) else make() for make in factories]
-
-    def given(name: str) -> bool:
-        return any(callable(getattr(one, name, None)) for one in made)
-
-    of_all = [Reward(function=ENVIRONMENT_REWARD)] if given("get_reward") else []
+    of_all = [Reward(function=ENVIRONMENT_REWARD)] if rewarding(factory) else []
     by_turn = Reward(function=_BY_TURN, by_turn=True)
-    return [*of_all, by_turn] if given("get_turn_reward") else of_all
+    return [*of_all, by_turn] if rewarding(factory, "get_turn_reward") else of_all
+
+
+def rewarding(factory: EnvironmentFactories | None, method: str = "get_reward") -> list[str]:
+    """Return the names of the classes of environments that have a method of this name."""
+    factories = factories_by_name(factory).values()
+    classes = [make if isinstance(make, type) else type(make()) for make in factories]
+    names = (one.__name__ for one in classes if callable(getattr(one, method, None)))
+    return list(dict.fromkeys(names))

@@ -31,7 +31,8 @@ class Data(Settings):
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
         max_prompt_tokens: Keep only this many tokens from the end of a prompt: a longer one loses
             its beginning. Private updates without it take the length of 99 of 100 public prompts,
-            or 512 without public ones, but no more than the model's context leaves.
+            or 512 without public ones and what an agent's tools take, but no more than the model's
+            context leaves.
         skip: Number of rows at the start that are left out.
         limit: Number of rows after these that are used; null uses all.
     """

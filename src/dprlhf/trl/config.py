@@ -42,10 +42,9 @@ class PrivacyFields:
         privacy_delta: δ; keep it well below 1 / (number of users).
         privacy_unit: Column that names the user; None makes every row a user of its own.
         privacy_max_prompts_per_user: Number of prompts that a user keeps.
-        privacy_max_prompt_tokens: Longer prompts keep their last tokens. A prompt is padded to a
-            width that its own length decides, a multiple of 16 but no more than this. None takes
-            the length of the rows of ``eval_dataset``, or 512 without them, and never more than
-            ``max_completion_length`` leaves of the model's context.
+        privacy_max_prompt_tokens: Longer prompts keep their last tokens. None takes the length of
+            the rows of ``eval_dataset``, or 512 without them and what the tools take, and never
+            more than ``max_completion_length`` leaves of the model's context.
         privacy_adjacency: How neighbouring datasets differ: ``zero-out`` or ``replace-one``.
         privacy_partition: How users are assigned to rounds.
         privacy_participations: Number of rounds that a user takes part in; None takes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dprlhf.agents.rewards import ENVIRONMENT_REWARD, environment_reward, rewarding
 from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Reward
@@ -35,19 +36,32 @@ def trl_rewards(
     return given_rewards(reward_funcs, weights, processing_classes)
 
 
-def names_of(rewards: Sequence[GivenReward]) -> list[str]:
-    """Return the names of rewards in the logs, as TRL gives them."""
-    return [_name(reward.settings, reward.given) for reward in rewards]
+def names_of(rewards: Sequence[GivenReward], environments: Any = None) -> list[str]:
+    """Return the names of rewards in the logs, as TRL gives them.
+
+    Args:
+        rewards: The rewards.
+        environments: TRL's ``environment_factory``, whose classes name the reward that they give.
+    """
+    return [_name(reward.settings, reward.given, environments) for reward in rewards]
 
 
-def means_of(rewards: Sequence[GivenReward]) -> dict[str, str]:
+def means_of(rewards: Sequence[GivenReward], names: Sequence[str]) -> dict[str, str]:
     """Return further names of the released mean: that of a sum does not show its terms."""
     if len(rewards) == 1 and rewards[0].settings.weight == 1.0:
-        return {"reward": f"rewards/{names_of(rewards)[0]}/mean"}
+        return {"reward": f"rewards/{names[0]}/mean"}
     return {}
 
 
-def _name(settings: Reward, given: Any) -> str:
+def function_of(reward: GivenReward) -> Any:
+    """Return what computes a reward: what was given, or the function or classifier of that name."""
+    name = reward.settings.name
+    return reward.given or (environment_reward if name == ENVIRONMENT_REWARD else name)
+
+
+def _name(settings: Reward, given: Any, environments: Any) -> str:
+    if given is None and settings.name == ENVIRONMENT_REWARD:
+        return "+".join(rewarding(environments))
     if given is None:
         return Path(settings.name).name
     if is_model(given):

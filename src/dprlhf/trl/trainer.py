@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
@@ -65,7 +66,7 @@ from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, pu
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
 from dprlhf.trl.resuming import continued
-from dprlhf.trl.rewards import means_of, trl_rewards
+from dprlhf.trl.rewards import function_of, means_of, names_of, trl_rewards
 from dprlhf.trl.tools import with_response_template
 from dprlhf.trl.words import in_trls_words
 
@@ -256,6 +257,21 @@ class PrivateTrainer(Generic[C]):
         return self._policy.tokenizer
 
     @property
+    def reward_funcs(self) -> list[Any]:
+        """The rewards as they were given, and after them that of the environments."""
+        return [function_of(reward) for reward in self._rewards]
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the rewards, as TRL makes them; an environment's reward has its class's."""
+        return names_of(self._rewards, self._agent["environment_factory"])
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weight of each reward, ``[rewards]``."""
+        return torch.tensor([reward.settings.weight for reward in self._rewards])
+
+    @property
     def reward_processing_classes(self) -> list[Any]:
         """The tokenizer that was given for each reward; None for a callable, and for its own."""
         return [reward.tokenizer for reward in self._rewards]
@@ -378,7 +394,8 @@ class PrivateTrainer(Generic[C]):
         """Let the log follow a run that is open, after the rounds that a resumed one has had."""
         self._started = True  # not before: what is refused until here has moved nothing
         run.progress.bars &= not self.args.disable_tqdm
-        log, rounds, means = self._log, run.plan.rounds, means_of(self._rewards)
+        log, rounds = self._log, run.plan.rounds
+        means = means_of(self._rewards, self.reward_func_names)
         assert isinstance(run.recipe, Recipe)
         self._settled = run.recipe
         log.state.max_steps = rounds
