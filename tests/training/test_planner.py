@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from typing import Any
 from unittest import mock
 
@@ -17,9 +18,10 @@ from dprlhf.training.dry_run import dry_run
 from dprlhf.training.planner import Facts, choose, measure, with_choice
 from helpers.runs import ADAPTER, lower_case
 
-PUBLIC = [f"public {i}" for i in range(40)]
+PUBLIC = [f"public {i}" for i in range(160)]
 USERS = [f"user {i} says" for i in range(120)]
-ONE_PASS = 2 * len(USERS)
+RESPONSES = 8
+ONE_PASS = RESPONSES * len(USERS)
 
 
 def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
@@ -27,7 +29,7 @@ def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
     flat = {
         "model": model, "epsilon": 8.0, "rounds": 6, "learning_rate": 0.05,
         "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "evaluation__prompts": 4,
-        "rollout__responses": 2,
+        "rollout__responses": RESPONSES,
         **changes,
     }  # fmt: skip
     return recipe_of(None, (), flat, sources), sources
@@ -35,16 +37,33 @@ def made(model: str, **changes: Any) -> tuple[Recipe, InMemoryInputs]:
 
 @pytest.fixture(scope="module")
 def facts(model: str) -> Facts:
-    return measure(*made(model), responses=[2, 4], prompts=24)
+    return measure(*made(model), responses=[RESPONSES, 2 * RESPONSES], prompts=120)
 
 
 class TestMeasure:
     def test_the_facts(self, facts: Facts) -> None:
         assert facts.users == len(USERS)
-        assert facts.probe.prompts == 24
-        assert set(facts.probe.signals) == {2, 4}
+        assert facts.probe.prompts == 120
+        assert set(facts.probe.signals) == {RESPONSES, 2 * RESPONSES}
         assert all(s.dimension == facts.dimension for s in facts.probe.signals.values())
         assert set(facts.seconds) == {"rollout", "reward", "update"}
+
+    @pytest.mark.slow
+    def test_a_reward_that_teaches_nothing_is_not_planned_for(self, model: str) -> None:
+        """Its gradients agree by chance alone, whichever sign their estimate has."""
+
+        def arbitrary(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+            return [float(zlib.crc32(text.encode()) % 5) for text in completions]
+
+        refused = 0
+        for seed in range(3):
+            recipe, sources = made(model, seed=seed)
+            sources.rewards = InMemoryInputs(USERS, arbitrary, PUBLIC).rewards
+            try:
+                measure(recipe, sources, prompts=24)
+            except DprlhfError as error:
+                refused += "no signal could be measured on 24" in str(error)
+        assert refused == 3
 
     @pytest.mark.slow
     def test_no_users_prompt_is_read(self, model: str) -> None:
@@ -58,7 +77,7 @@ class TestMeasure:
             return prompts
 
         with mock.patch.object(Users, "select", watched):
-            choose(measure(recipe, sources, prompts=16), responses=ONE_PASS)
+            choose(measure(recipe, sources, prompts=120), responses=ONE_PASS)
         assert seen
         assert all(prompt.startswith("public") for prompt in seen)
 
@@ -66,8 +85,8 @@ class TestMeasure:
     def test_no_prompt_that_settings_are_chosen_by_is_a_users(self, model: str) -> None:
         """A run itself takes fewer public rows than the planner, and compares those alone."""
         recipe, _ = made(model)
-        rows = [f"public {i}" for i in range(90)]
-        for place, prompts, expected in ((80, 80, True), (85, 80, False), (80, 70, False)):
+        rows = PUBLIC[:130]
+        for place, prompts, expected in ((120, 120, True), (125, 120, False), (120, 110, False)):
             mixed = [*rows[:place], USERS[3], *rows[place:]]
             sources = InMemoryInputs(USERS, lower_case, mixed)
             with (
@@ -101,7 +120,7 @@ class TestChoose:
 
     def test_it_keeps_to_the_budget(self, facts: Facts) -> None:
         best, _ = choose(facts, responses=ONE_PASS)
-        assert all(choice.candidate.responses == 2 for choice in best)
+        assert all(choice.candidate.responses == RESPONSES for choice in best)
         assert all(choice.candidate.participations == 1 for choice in best)
         with pytest.raises(DprlhfError, match="no choice fits into 100 responses"):
             choose(facts, responses=100)

@@ -64,3 +64,14 @@ def test_a_gradient_that_is_not_finite_counts_as_zero() -> None:
     without = vectors.clone()
     without[3] = 0.0
     assert signal_of(vectors, 1.0) == signal_of(without, 1.0)
+
+
+def test_users_who_agree_by_chance_alone_have_no_known_signal() -> None:
+    """Half of the estimates of s² are above zero where there is nothing to see."""
+    null = [signal_of(drawn(64, signal=0.0, seed=seed), 1e-3) for seed in range(1000)]
+    assert sum(one.norm > 0 for one in null) > 300
+    assert sum(one.known for one in null) < 60
+    assert sum(one.known for one in [signal_of(drawn(seed=s), 1e-3) for s in range(20)]) == 20
+    square = torch.tensor([mean_product(v := drawn(64, signal=0.0, seed=s), v) for s in range(500)])
+    errors = [signal_of(drawn(64, signal=0.0, seed=s), 1e9).error * 1e18 for s in range(500)]
+    assert sum(errors) / len(errors) == pytest.approx(float(square.std()), rel=0.15)

@@ -63,6 +63,7 @@ class Signal:
             subspace.
         scale: Factor on the coordinates of a subspace before clipping, by which a release is
             divided before the step; 1 without a subspace.
+        error: Standard error of s² where users do not agree at all; 0 where s is assumed.
     """
 
     norm: float
@@ -72,6 +73,12 @@ class Signal:
     gradient: float | None = None
     trained: int | None = None
     scale: float = 1.0
+    error: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the contributions agree by more than chance, by two standard errors."""
+        return self.norm**2 > 2 * self.error
 
 
 @dataclass(frozen=True)

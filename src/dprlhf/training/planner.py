@@ -164,7 +164,7 @@ def measure(
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
     probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
-    if not any(signal.norm > 0 for signal in probe.signals.values()):
+    if not any(signal.known for signal in probe.signals.values()):
         raise DprlhfError(
             f"plan: no signal could be measured on {probe.prompts} public prompts, whose gradients"
             " agree no more than by chance: give more of them, or compare settings by dprlhf tune"

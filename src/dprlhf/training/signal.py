@@ -7,6 +7,7 @@ contributions average to the square of their mean's norm, without bias: sÂ² = Eâ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,7 +147,17 @@ def signal_of(
         gradient=whole**0.5,
         trained=vectors.shape[1],
         scale=scale,
+        error=_chance(clipped),
     )
+
+
+def _chance(vectors: torch.Tensor) -> float:
+    """Return the standard error of ``mean_product(vectors, vectors)`` where its mean is zero."""
+    users = len(vectors)
+    if users < 2:
+        return math.inf
+    products = (vectors @ vectors.T).fill_diagonal_(0.0)
+    return float(products.norm()) * 2**0.5 / (users * (users - 1))
 
 
 def mean_product(a: torch.Tensor, b: torch.Tensor) -> float:
