@@ -160,7 +160,6 @@ def membership(cache: Cache) -> None:
                 rounds=5,
                 privacy__participations=5,
                 privacy__partition="random-allocation",
-                privacy__reward_share=0.0,
                 learning_rate=0.03,
                 policy__adapter={"type": "lora", "rank": 8, "target_modules": "all-linear"},
                 rollout__responses=8,

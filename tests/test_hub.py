@@ -49,7 +49,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ):
         monkeypatch.setattr(kind, "from_pretrained", from_hub(kind))
 
-    def load_dataset(path: str, name: Any, *, split: str, revision: str = "main") -> Any:
+    def load_dataset(path: str, name: Any, *, split: str, revision: str | None) -> Any:
         asked.append(("load_dataset", path, revision))
         return datasets.Dataset.from_dict({"prompt": ["a", "b"]})
 
@@ -127,14 +127,14 @@ def test_a_reward_model(hub: list[Any]) -> None:
 
 @pytest.mark.parametrize("revision", [None, COMMIT])
 def test_data(hub: list[Any], revision: str | None) -> None:
-    assert len(load_rows(Data(path="org/prompts", revision=revision))) == 2
-    assert hub == [("load_dataset", "org/prompts", revision or "main")]
+    assert len(load_rows(Data(path="org/prompts" + (f"@{revision}" if revision else "")))) == 2
+    assert hub == [("load_dataset", "org/prompts", revision)]
 
 
 def test_a_classifier(hub: list[Any]) -> None:
     """The tiny model has no trained head, which is noticed after it was asked for."""
     with pytest.raises(DprlhfError, match="no trained weights"):
-        load_reward(recipe.Reward(classifier="org/model", revision=COMMIT))
+        load_reward(recipe.Reward(classifier=f"org/model@{COMMIT}"))
     assert [found for _, _, found in hub] == [COMMIT, COMMIT]
 
 
@@ -147,14 +147,12 @@ def test_only_what_is_on_the_hub_has_a_revision(tmp_path: Path) -> None:
             "model.revision",
             lambda: load_reward_model(Policy(model_name_or_path=folder, revision="v1"), None),
         ),
-        ("data.revision", lambda: load_rows(Data(path=folder, revision="v1"))),
-        ("rewards.revision", lambda: load_reward(recipe.Reward(classifier=folder, revision="v1"))),
+        (f"'{folder}@v1'", lambda: load_rows(Data(path=f"{folder}@v1"))),
+        (f"'{folder}@v1'", lambda: load_reward(recipe.Reward(classifier=f"{folder}@v1"))),
     ]
     for key, load in loads:
         with pytest.raises(DprlhfError, match=rf"^{key}: .* is on this machine"):
             load()
-    with pytest.raises(ValueError, match="revision is for a classifier"):
-        recipe.Reward(function="a:b", revision="v1")
 
 
 def test_trls_flags() -> None:

@@ -7,6 +7,25 @@ from pathlib import Path
 from dprlhf.errors import DprlhfError
 
 
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Return a hub id and the branch, tag or commit behind its ``@``; None without one.
+
+    Raises:
+        DprlhfError: It is on this machine, where there are no revisions.
+
+    >>> split_revision("org/model@v2"), split_revision("org/model")
+    (('org/model', 'v2'), ('org/model', None))
+    """
+    if "@" not in source or source.startswith("asset:") or Path(source).exists():
+        return source, None
+    name, _, revision = source.partition("@")
+    if Path(name).exists():
+        raise DprlhfError(
+            f"{source!r}: {name} is on this machine; only what is on the hub has revisions"
+        )
+    return name, revision or None
+
+
 def pinned(source: str, revision: str | None, key: str) -> dict[str, str]:
     """Return what a loader is told about the revision of ``source``: nothing, or which.
 

@@ -194,10 +194,6 @@ def test_a_run_with_an_environment_that_scores_its_turns(model: str, tmp_path: P
             "by_turn works with update.name pg, grpo or ppo",
         ),
         ({"tools": [agents.add], "update__name": "rebel"}, "rebel compares whole responses"),
-        (
-            {"tools": [agents.add], "kl": {"beta": 0.1, "level": "token"}},
-            "write kl.level: sequence",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pytest
 
-from dprlhf import DprlhfError, recipe
+from dprlhf import recipe
 from dprlhf.agents import Agent, AgentSampler
 from dprlhf.data.users import Prompts
 from dprlhf.policies.warpers import Sampling
-from dprlhf.recipe import make_recipe
 from dprlhf.rollout import sample
 from dprlhf.rollout.logprobs import token_logprobs
 from helpers.agents import add, asked, fail, policy_of
@@ -35,16 +31,3 @@ def test_each_token_of_each_turn_is_the_one_that_is_kept() -> None:
     assert (found == 0).all()
     with policy.sampled_with(Sampling(top_k=1)):  # the negative control
         assert (token_logprobs(policy, responses, 8)[later] < -0.01).any()
-
-
-def test_a_shortest_length_is_for_responses_of_one_turn() -> None:
-    settings: dict[str, Any] = {
-        "policy": {"model_name_or_path": "org/model"},
-        "data": {"path": "org/prompts"},
-        "rewards": [{"function": "module:reward"}],
-        "privacy": {"epsilon": 1.0},
-        "rounds": 2,
-        "rollout": {"agent": {"tools": ["module:add"]}, "min_new_tokens": 2},
-    }
-    with pytest.raises(DprlhfError, match="min_new_tokens"):
-        make_recipe(settings)

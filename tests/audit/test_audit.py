@@ -189,7 +189,6 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "a nucleus": {"top_p": 0.1},
     "as likely as the likeliest": {"min_p": 1.0},
     "no repetition": {"repetition_penalty": 2.0},
-    "more than one token": {"min_new_tokens": 3},
     "stop": {"stop": ["a"]},
     "graphs": {"cuda_graphs": True},
     "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
@@ -202,9 +201,7 @@ def test_no_way_of_sampling_hides_the_canaries(rollout: dict[str, Any], tmp_path
     assert found.right >= 0.95 * found.guesses
 
 
-@pytest.mark.parametrize(
-    "rollout", [{"mask_truncated": True}, ROLLOUTS["an agent"], {"min_new_tokens": 3}], ids=str
-)
+@pytest.mark.parametrize("rollout", [{"mask_truncated": True}, ROLLOUTS["an agent"]], ids=str)
 def test_no_way_of_sampling_hides_prompt_canaries(rollout: dict[str, Any], tmp_path: Path) -> None:
     recipe = recipe_of(policy=tiny_policy(tmp_path), rounds=1, rollout={"responses": 8, **rollout})
     found = audit(recipe, tmp_path / "audit", canaries=12, space="prompt", seed=1, quiet=True)
@@ -248,7 +245,7 @@ def test_a_later_stage_with_a_user_column_is_audited_by_itself(tmp_path: Path) -
 
 
 def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
-    run_audit(tmp_path, 20, tracking={"report_to": "wandb", "project": "theirs"})
+    run_audit(tmp_path, 20, tracking={"report_to": "wandb"})
     assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
 
 

@@ -319,7 +319,8 @@ class TestDryRun:
         done = call(
             "train", str(recipe_file), "rounds=4", "--model_name_or_path", "model",
             "--num-generations=2", "rollout.max_new_tokens=2", "rollout.batch_size=8",
-            "update.batch_size=8", "kl.level=token", "evaluation.prompts=8", "--dry-run", "--json",
+            "update.batch_size=8", "data.max_prompts_per_user=2", "evaluation.prompts=8",
+            "--dry-run", "--json",
         )  # fmt: skip
         assert done.exit_code == 0, done.exception
         assert files() == before
@@ -341,7 +342,7 @@ class TestDryRun:
         assert (plan["max_prompt_tokens"], plan["max_new_tokens"]) == (16, 2)
         assert plan["public_prompts_cut"] == 0
         assert sum("never differs" in w for w in plan["warnings"]) == 1  # 2 bytes of response
-        assert "kl.level has no effect with kl.beta 0" in plan["warnings"]
+        assert any("max_prompts_per_user has no effect" in w for w in plan["warnings"])
         text = explain(plan)
         assert f"d = {plan['dimension']:,}" in text
         assert plan["noise_to_clip_ratio"] > 1  # 40 users are few

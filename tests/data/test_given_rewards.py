@@ -81,12 +81,12 @@ def test_a_resumed_run_gets_no_further_reward() -> None:
     [
         ("per_user", True), ("by_turn", True),
         ("times_column", "gender"), ("label", "positive"), ("text", "completion"),
-        ("batch_size", 8), ("weight", 2.0),
+        ("weight", 2.0),
     ],
 )  # fmt: skip
 def test_a_resumed_run_keeps_what_its_card_and_rounds_go_by(changed: str, value: Any) -> None:
     named: dict[str, Any] = {"function": "rewards.py:length"}
-    if changed in ("label", "text", "batch_size"):
+    if changed in ("label", "text"):
         named = {"classifier": "org/model"}
     was, now = Reward(**named), Reward(**named, **{changed: value})
     with pytest.raises(DprlhfError, match=f"rewards.0 of this run has {changed} .*, not "):

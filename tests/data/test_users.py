@@ -289,33 +289,6 @@ def test_an_unreadable_row_is_left_out_alone_and_told_to_the_operator() -> None:
     assert made.readable(everyone, lambda some: 1 / 0).prompts == []
 
 
-def test_a_rounds_draw_of_a_users_prompts_is_its_own_and_leaves_places_empty() -> None:
-    names = ["x"] * 5 + ["y"] + ["z"] * 3
-    made = users(
-        {"prompt": [f"p{n}" for n in range(9)], "name": names},
-        user_column="name", max_prompts_per_user=4, prompts_per_round=2,
-    )  # fmt: skip
-    asked: list[tuple[int, int]] = []
-
-    def draws(user: int, count: int) -> Any:
-        asked.append((user, count))
-        return {0: [0.9, 0.1, 0.5, 0.3], 1: [0.7], 2: [0.2, 0.4, 0.1]}[user]
-
-    drawn = made.readable(np.array([2, 0, 1]), lambda some: None, draws)
-    assert asked == [(2, 3), (0, 4), (1, 1)]
-    assert drawn.prompts == ["p6", "p8", "p1", "p3", "p5"]
-    assert drawn.grid.tolist() == [[0, 1], [2, 3], [4, -1]]
-
-    def encode(some: Prompts) -> None:
-        if "p1" in some.prompts:
-            raise ValueError
-
-    left = made.readable(np.array([2, 0, 1]), encode, draws)
-    assert left.prompts == ["p6", "p8", "p3", "p5"]
-    assert left.grid.tolist() == [[0, 1], [-1, 2], [3, -1]]
-    assert made.select(np.array([0])).prompts == ["p0", "p1", "p2", "p3"]  # not in a round
-
-
 def nested(depth: int) -> Any:
     value: Any = "b"
     for _ in range(depth):
@@ -778,7 +751,7 @@ def test_a_part_of_a_split_is_not_read_as_all_of_it(tmp_path: Path, place: str, 
     rows.to_json(tmp_path / "rows.jsonl")
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
-    with pytest.raises(DprlhfError, match="skip and limit") as refused:
+    with pytest.raises(DprlhfError, match="limit selects the first") as refused:
         load_rows(Data(path=str(tmp_path / place), split=split))
     assert split in str(refused.value)
 
@@ -922,7 +895,7 @@ def test_the_lines_of_a_text_file_are_the_same_for_users_and_for_samples(tmp_pat
     assert made.count == 3
     assert prompts_of(made) == [[line] for line in lines]
     assert prompts_in(file, "prompt") == lines
-    assert load_rows(Data(path=str(file), skip=1))["prompt"][:] == lines[1:]
+    assert load_rows(Data(path=str(file), limit=2))["prompt"][:] == lines[:2]
     file.write_text("\n \n", encoding="utf-8")
     assert len(load_rows(Data(path=str(file)))) == 0
 

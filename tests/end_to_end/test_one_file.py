@@ -43,9 +43,12 @@ def test_the_file_is_short_and_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 6])
-def test_a_step_is_that_of_the_package(example: Any, users: int) -> None:
+def test_a_step_is_that_of_the_package(
+    example: Any, users: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some users are clipped and some are not, and some importance ratios are truncated."""
     settings = example.Settings(users=users, rounds=1, clip_norm=2.0, largest_ratio=1.05)
+    monkeypatch.setattr("dprlhf.updates.pg.LARGEST_RATIO", settings.largest_ratio)
     base, current = example.make_policy(1).double(), example.make_policy(1).double()
     policy = WholePolicy(current, tiny.tokenizer())
     generator = torch.Generator().manual_seed(2)
@@ -83,9 +86,7 @@ def test_a_step_is_that_of_the_package(example: Any, users: int) -> None:
         policy, responses, Scores(rewards, valid, {}), clip_norm=settings.clip_norm,
         expected_batch_size=users, learning_rate=settings.learning_rate,
     )  # fmt: skip
-    spec = recipe.PG.model_validate(
-        {"baseline": "paired", "max_importance_ratio": settings.largest_ratio, "batch_size": 3}
-    )
+    spec = recipe.PG.model_validate({"baseline": "paired", "batch_size": 3})
     policy_gradient(made, spec)
     torch.testing.assert_close(gate.sums[0].total, total, rtol=1e-6, atol=1e-7)
 

@@ -163,7 +163,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"update": {"name": "ppo"}, "kl__beta": 0.1},
     "rebel": {"update": {"name": "rebel", "steps": 2}},
     "npg": {
-        "update": {"name": "npg", "oracle": {"name": "sufficient-statistics", "sketch": 4}},
+        "update": {"name": "npg", "oracle": {"name": "sufficient-statistics"}},
         "optimizer__name": "sgd",
     },
     "no-noise": {"epsilon": float("inf")},

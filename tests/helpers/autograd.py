@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.logits_process import (
     LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -30,7 +29,7 @@ def gradient_of_user(
         prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
         logits = policy.model(input_ids=ids[None]).logits[0]
         score = sum(
-            log_distribution(policy, logits[i - 1], ids[:i], prompt)[ids[i]]
+            log_distribution(policy, logits[i - 1], ids[:i])[ids[i]]
             for i in range(prompt, len(ids))
         )
         assert isinstance(score, torch.Tensor)
@@ -40,7 +39,7 @@ def gradient_of_user(
 
 
 def log_distribution(
-    policy: CausalLMPolicy, logits: torch.Tensor, before: torch.Tensor, prompt: int
+    policy: CausalLMPolicy, logits: torch.Tensor, before: torch.Tensor
 ) -> torch.Tensor:
     """The log-probabilities of the next token, by transformers' own processors, ``[vocabulary]``.
 
@@ -48,7 +47,6 @@ def log_distribution(
         policy: The policy, with its temperature and its settings of sampling.
         logits: Logits of the next token, ``[vocabulary]``.
         before: Tokens that stand before it, without padding.
-        prompt: Number of them that are the prompt's.
     """
     sampling, processors = policy.sampling, LogitsProcessorList()
     scores = logits[None]
@@ -56,8 +54,6 @@ def log_distribution(
         # Each token once: autograd counts a scattered value as often as its place is written.
         penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
         scores = penalty(before.unique()[None], scores)
-    if least := sampling.min_new_tokens:
-        processors.append(MinNewTokensLengthLogitsProcessor(prompt, least, policy.end_tokens))
     processors.append(TemperatureLogitsWarper(policy.temperature))
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))

@@ -459,7 +459,6 @@ RUNS = st.fixed_dictionaries(
         ),
         "update": st.sampled_from(["pg", "grpo", "ppo", "rebel", "npg"]),
         "privacy__partition": st.sampled_from(["fixed", "stream", "random-allocation"]),
-        "privacy__reward_share": st.sampled_from([0.0, 0.14, 0.9]),
         "rollout__base_policy": st.sampled_from(["on-policy", "reference"]),
         "rollout__responses": st.sampled_from([2, 3, 4]),
         "rounds": st.integers(1, 3),

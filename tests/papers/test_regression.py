@@ -21,7 +21,6 @@ from scipy import integrate, optimize, stats
 from dprlhf.errors import DprlhfError
 from dprlhf.papers.regression import (
     ISSP,
-    CountSketch,
     Exponential,
     ImproperBatchSGD,
     Oracle,
@@ -783,7 +782,7 @@ def test_no_data_breaks_issp() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# The choices that papers leave open, the sketch, and refusals.
+# The choices that papers leave open, and refusals.
 
 
 def test_balanced_steps() -> None:
@@ -800,32 +799,6 @@ def test_balanced_steps() -> None:
     private = improper_batch_sgd.balanced_steps(users=8000, noise_multiplier=100, **common)  # type: ignore[arg-type]
     assert private == int((8000**2 / (8 * 4 * 100**2)) ** (1 / 3))
     assert projected_sgd.balanced_steps(users=9, noise_multiplier=0, dimension=4, **common) == 100  # type: ignore[arg-type]
-
-
-def test_a_sketch_keeps_products_in_the_mean() -> None:
-    rng = np.random.default_rng(0)
-    x, w = torch.from_numpy(rng.normal(size=(4, 60))), torch.from_numpy(rng.normal(size=16))
-    sketch = CountSketch(60, 16, "seed")
-    matrix = sketch(torch.eye(60, dtype=torch.float64)).mT
-    assert torch.equal(matrix.abs().sum(0), torch.ones(60, dtype=torch.float64))
-    torch.testing.assert_close(sketch(x), x @ matrix.mT)
-    torch.testing.assert_close(sketch(x) @ w, x @ sketch.lift(w))
-    assert torch.equal(sketch(x), CountSketch(60, 16, "seed")(x))
-    assert not torch.equal(sketch(x), CountSketch(60, 16, "other")(x))
-    norms = torch.stack([CountSketch(60, 16, str(i))(x).square().sum(1) for i in range(800)])
-    error = norms.std(0) / math.sqrt(800)
-    assert bool(((norms.mean(0) - x.square().sum(1)).abs() < 4 * error).all())
-
-
-def test_a_sketched_fit_is_lifted_back() -> None:
-    x, y, w = problem(users=8000, d=40)
-    sketch = CountSketch(40, 40, "public")
-    oracle = SufficientStatistics(1, 2, 5)
-    inside = fit(oracle, sketch(torch.from_numpy(x)), y, epsilon=math.inf)
-    guess = x @ sketch.lift(inside.w).numpy()
-    seen = np.corrcoef(guess, x @ w)[0, 1]
-    assert 0.5 < seen < 0.99  # some buckets hold several coordinates, which cannot be told apart
-    np.testing.assert_allclose(guess, inside.predict(sketch(torch.from_numpy(x))), atol=1e-9)
 
 
 def test_projection() -> None:
@@ -849,7 +822,6 @@ X, Y = np.eye(2), np.ones(2)
         (lambda: Exponential(None, 1), "finite set"),  # type: ignore[arg-type]
         (lambda: Exponential(torch.empty(0, 2), 1), "finite set"),
         (lambda: Exponential([[1.0], [math.inf]], 1), "not finite"),  # type: ignore[arg-type]
-        (lambda: CountSketch(4, 5, ""), "size must be from 1 to the 4"),
         (lambda: fit(Exponential(torch.eye(3), 1), X, Y, epsilon=1), "3 dimensions, features 2"),
         (lambda: fit(Exponential(torch.eye(2), 1), X, Y, epsilon=1, delta=0.1), "leave delta at 0"),
         (lambda: fit(GAUSSIAN[0], X, Y, epsilon=1), "only exponential is pure"),

@@ -181,7 +181,7 @@ def test_an_empty_prompt_has_a_token_that_the_model_knows(special: str) -> None:
         assert tokenizer.bos_token_id >= 257
     policy = make_policy(tiny.model("gpt2"), tokenizer, recipe.Adapter())
     assert policy.encode(["", "a"], 8)[0] == [tokenizer.pad_token_id]
-    spec = recipe.Rollout(max_new_tokens=4, min_new_tokens=2)
+    spec = recipe.Rollout(max_new_tokens=4)
     prompts = in_memory_prompts(["", "a"])
     found = sample(policy, prompts, spec, key=bytes(32), context=("x",), max_prompt_tokens=8)
     assert len(found.texts) == 2 * spec.responses

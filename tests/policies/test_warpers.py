@@ -1,4 +1,4 @@
-"""Top-k, top-p, min-p, the repetition penalty and the shortest response, against transformers."""
+"""Top-k, top-p, min-p and the repetition penalty, against transformers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ EACH = [
     Sampling(top_p=0.83),
     Sampling(min_p=0.2),
     Sampling(repetition_penalty=1.3),
-    Sampling(min_new_tokens=3),
-    Sampling(top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.8, min_new_tokens=2),
+    Sampling(top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.8),
 ]
 
 
@@ -75,14 +74,14 @@ def rows_of(rows: int, length: int, vocabulary: int, seed: int = 0) -> Rows:
     mask = torch.ones_like(tokens)
     for row in range(rows):
         mask[row, : row % PROMPT] = 0
-    return Rows(tokens, mask, length, [EOS])
+    return Rows(tokens, mask, length)
 
 
 # --- the kept set --------------------------------------------------------------------------------
 
 
 def by_transformers(policy: Any, logits: torch.Tensor) -> torch.Tensor:
-    rows = [log_distribution(policy, row, torch.tensor([1]), 1) for row in logits]
+    rows = [log_distribution(policy, row, torch.tensor([1])) for row in logits]
     return torch.stack(rows)
 
 
@@ -109,7 +108,7 @@ def test_the_kept_tokens_are_those_of_transformers(
     policy = policy_of()
     with policy.sampled_with(sampling, temperature):
         theirs = by_transformers(policy, logits).isfinite()
-    scores = warped(logits, sampling, temperature, before=None, may_end=None, ends=[EOS])
+    scores = warped(logits, sampling, temperature, before=None)
     ours = truncated(scores, sampling).isfinite()
     assert bool(ours.any(1).all())
     if not ties:
@@ -153,8 +152,7 @@ def test_value_and_gradient_are_those_of_autograd(
         for number in range(rows * length):
             row, step = divmod(number, length)
             before = given_.tokens[row, row % PROMPT : PROMPT + step]
-            prompt = PROMPT - row % PROMPT
-            distribution = log_distribution(policy, theirs[number], before, prompt)
+            distribution = log_distribution(policy, theirs[number], before)
             # a token that can be drawn: the likeliest but for a row's number
             order = distribution.argsort(descending=True)[: int(distribution.isfinite().sum())]
             given_.tokens[row, PROMPT + step] = order[min(row, len(order) - 1)]
@@ -171,7 +169,7 @@ def test_a_sampled_token_that_rounding_puts_below_the_edge_counts_as_kept() -> N
     """Its log-probability is finite and its gradient that of a set with it."""
     logits = torch.tensor([[3.0, 2.0, 2.0 - 1e-6, -1.0]] * 2, dtype=torch.float64)
     logits.requires_grad_()
-    rows = Rows(torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long), 1, [EOS])
+    rows = Rows(torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long), 1)
     found = warped_logprobs(logits, rows, Sampling(top_k=2), 1.0)
     sets = [logits[0, :3], logits[1, [0, 1, 3]]]
     expected = torch.stack([s.log_softmax(0)[2] for s in sets])
@@ -179,17 +177,6 @@ def test_a_sampled_token_that_rounding_puts_below_the_edge_counts_as_kept() -> N
     [ours] = torch.autograd.grad(found.sum(), logits)
     [theirs] = torch.autograd.grad(expected.sum(), logits)
     torch.testing.assert_close(ours, theirs)
-
-
-def test_padding_has_a_finite_log_probability_whatever_stands_there() -> None:
-    """End tokens as padding where no end could be drawn: 0 · ∞ would reach the gradient."""
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    rows = Rows(torch.tensor([[1, 2, EOS, EOS, EOS]]), torch.tensor([[1, 1, 0, 0, 0]]), 4, [EOS])
-    found = warped_logprobs(logits, rows, Sampling(min_new_tokens=4, top_k=2), 1.0)
-    assert bool(found.isfinite().all())
-    [gradient] = torch.autograd.grad((found * torch.tensor([1.0, 0, 0, 0])).sum(), logits)
-    assert bool(gradient.isfinite().all())
-    assert not gradient[1:].any()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
@@ -233,12 +220,10 @@ def test_the_score_has_mean_zero_under_what_is_sampled(sampling: Sampling) -> No
     """Σ π̃(v) ∇ log π̃(v) = 0; with the plain log-softmax it is not (the negative control)."""
     vocabulary = 19
     logits = 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4)).double()
-    logits[[EOS, 3]] = logits.max()  # what may not be drawn yet, and what is repeated
+    logits[3] = logits.max()  # what is repeated
     tokens = torch.cat([torch.full((vocabulary, 1), 3), torch.arange(vocabulary)[:, None]], 1)
-    rows = Rows(tokens, torch.ones_like(tokens), 1, [EOS])
-    before, banned = torch.tensor([[3]]), torch.zeros(1, dtype=torch.bool)
-    may_end = banned if sampling.min_new_tokens else None
-    scores = warped(logits[None], sampling, 1.0, before=before, may_end=may_end, ends=[EOS])
+    rows = Rows(tokens, torch.ones_like(tokens), 1)
+    scores = warped(logits[None], sampling, 1.0, before=torch.tensor([[3]]))
     mass = truncated(scores, sampling).softmax(1)[0]
     repeated = logits.expand(vocabulary, -1).clone().requires_grad_()
     found = warped_logprobs(repeated, rows, sampling, 1.0)
@@ -269,7 +254,7 @@ def test_tokens_are_drawn_from_the_stated_distribution(sampling: Sampling) -> No
             continue
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([before])).logits[0, -1]
-            truth = log_distribution(policy, logits, torch.tensor(before), len(ids)).exp().numpy()
+            truth = log_distribution(policy, logits, torch.tensor(before)).exp().numpy()
         counts = np.bincount(tokens, minlength=len(truth))
         assert not counts[truth == 0].any()
         assert chi_square(counts, truth) > 1e-4
@@ -297,15 +282,6 @@ def test_what_a_user_samples_does_not_depend_on_the_batch(sampling: Sampling) ->
     alone = draw(policy, five(2), responses=4)
     assert torch.equal(alone.tokens[:, -6:], whole.tokens[:8, -6:])
     assert torch.equal(alone.mask[:, -6:], whole.mask[:8, -6:])
-
-
-def test_no_response_ends_too_early() -> None:
-    policy = with_sampling(Sampling(min_new_tokens=4))
-    policy.end_tokens = list(range(0, 257, 2))  # half of all tokens end a response
-    lengths = draw(policy, five(), responses=8).response_mask.sum(1)
-    assert int(lengths.min()) == 5  # the fifth token is the first that may end it
-    policy.sampling = Sampling()
-    assert int(draw(policy, five(), responses=8).response_mask.sum(1).min()) == 1
 
 
 # --- what is compared with the base policy -------------------------------------------------------

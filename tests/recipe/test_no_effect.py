@@ -24,8 +24,6 @@ def recipe_of(**changes: Any) -> Recipe:
         ({"optimizer": {"name": "sgd", "momentum": 0.6}}, []),
         ({"data": {"max_prompts_per_user": 2}}, ["data.max_prompts_per_user has no effect"]),
         ({"data": {"max_prompts_per_user": 2, "user_column": "u"}}, []),
-        ({"kl": {"level": "token"}}, ["kl.level has no effect with kl.beta 0"]),
-        ({"kl": {"level": "token", "beta": 0.1}}, []),
         ({}, []),
     ],
 )

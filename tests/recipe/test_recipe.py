@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
     [
         ("polcy", "policy"),
         ("policy.adapter.rnak", "policy.adapter.rank"),
-        ("rewards.1.batch_sze", "rewards.1.batch_size"),
+        ("rewards.1.wieght", "rewards.1.weight"),
         ("update.clipnorm", "update.clip_norm"),
         ("evaluation.data.pth", "evaluation.data.path"),
         # Under the wrong section, with the right one named.
@@ -71,7 +71,6 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("rollout.responses", 1, ["at least 2 responses to a prompt, since each", "not 1"]),
         ("rewards.1.weight", math.nan, ["finite", "not nan"]),
         ("optimizer.betas.0", 1.5, ["less than 1", "not 1.5"]),
-        ("privacy.reward_share", 1.0, ["less than 1", "not 1.0"]),
         ("privacy.epsilon", "big", ["valid number", "not 'big'"]),
         ("evaluation.prompts", 1, ["greater than or equal to 2", "not 1"]),
         ("rewards", "f", ["valid list", "not 'f'"]),

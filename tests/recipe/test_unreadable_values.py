@@ -21,7 +21,7 @@ UNREADABLE = ["2024-99-99", "!!int x", "!!int ''", "!!bool maybe", "!!timestamp 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_what_yaml_cannot_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    for content, overrides in ((f"rounds: {text}", []), ("rounds: 3", [f"data.revision={text}"])):
+    for content, overrides in ((f"rounds: {text}", []), ("rounds: 3", [f"data.name={text}"])):
         file.write_text(content)
         with pytest.raises(DprlhfError, match="not valid YAML") as caught:
             load_any_recipe(file, overrides)

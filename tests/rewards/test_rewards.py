@@ -1015,7 +1015,7 @@ TEXTS = ["", "a", "good", "a longer text", "word " * 9, "x", "some middling text
 def test_classifier_matches_single_unpadded_texts(tmp_path: Path) -> None:
     folder, model, _ = bert(tmp_path, ["bad", "fair", "good"])
     for label, index in (("bad", 0), ("good", 2)):
-        spec = recipe.Reward(classifier=str(folder), label=label, batch_size=3, weight=0.5)
+        spec = recipe.Reward(classifier=str(folder), label=label, weight=0.5)
         reward = load_reward(spec)
         prompts = ["p " * (i % 3) for i in range(len(TEXTS))]
         answers = reward.function(prompts=prompts, completions=TEXTS, anything=[1] * 7)

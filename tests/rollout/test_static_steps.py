@@ -164,7 +164,7 @@ def test_sampling_gives_the_same_responses(
 
 def test_penalties_and_the_shortest_response_hold_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("gpt2")
-    with policy.sampled_with(Sampling(9, 0.9, 0.01, 1.3, 3)):
+    with policy.sampled_with(Sampling(9, 0.9, 0.01, 1.3)):
         expected = draw(policy, five(), responses=4)
         monkeypatch.setattr(sampling, "StaticSteps", functools.partial(StaticSteps, cuda=Cuda()))
         found = draw(policy, five(), responses=4, cuda_graphs=True)

@@ -246,7 +246,10 @@ def test_a_pinned_revision_is_looked_up_as_itself(
 
     def pinned(revision: str | None, *previous: Any) -> AnyRecipe:
         made = recipe("me/mine", *previous, reward=reward).model_dump(mode="json")
-        (made["rewards"][1] if reward else made["policy"])["revision"] = revision
+        if reward and revision:
+            made["rewards"][1]["classifier"] += f"@{revision}"
+        elif not reward:
+            made["policy"]["revision"] = revision
         return make_recipe(made)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)

@@ -37,13 +37,13 @@ def released(
 
 
 def test_coordinates_by_hand() -> None:
-    """Users with rows {3, 0}, {−3} and, invalid, {1}; S = 0.5, share 0.2."""
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.2, R)
-    assert telemetry.norm == pytest.approx(0.1)
+    """Users with rows {3, 0}, {−3} and, invalid, {1}; S = 0.5, a share of 0.14."""
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
+    assert telemetry.norm == pytest.approx(0.07)
     assert telemetry.count == 2
     user = np.array([0, 1, 0, 2])
     coordinates = telemetry.of_users(user, np.array([3.0, -3, 0, 1]), np.array([True, True, False]))
-    unit = 0.1 / math.sqrt(2)
+    unit = 0.07 / math.sqrt(2)
     np.testing.assert_allclose(coordinates, [[unit / 2, unit], [-unit, unit], [0, 0]], rtol=1e-12)
 
 
@@ -51,13 +51,10 @@ def test_coordinates_by_hand() -> None:
 @given(
     rewards=st.lists(st.floats(-R, R), min_size=1, max_size=12),
     users=st.integers(1, 4),
-    share=st.floats(0.01, 0.99),
     seed=st.integers(0, 100),
 )
-def test_coordinates_are_bounded_by_the_norm(
-    rewards: list[float], users: int, share: float, seed: int
-) -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, share, R)
+def test_coordinates_are_bounded_by_the_norm(rewards: list[float], users: int, seed: int) -> None:
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     random = np.random.default_rng(seed)
     user = random.integers(0, users, len(rewards))
     coordinates = telemetry.of_users(user, np.array(rewards), random.random(users) < 0.7)
@@ -68,25 +65,25 @@ def test_coordinates_are_bounded_by_the_norm(
 
 
 def test_the_bound_is_reached() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     coordinates = telemetry.of_users(np.array([0]), np.array([-R]), np.array([True]))
     assert np.linalg.norm(coordinates) == pytest.approx(0.14 * 0.5, rel=1e-12)
 
 
 def test_without_a_clip_norm_the_scale_is_one() -> None:
     plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=math.inf)
-    assert TelemetryCoordinates.from_plan(plan, 0.14, R).norm == 0.14
+    assert TelemetryCoordinates.from_plan(plan, R).norm == 0.14
 
 
 def test_no_share_no_coordinates() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.0, R)
+    telemetry = TelemetryCoordinates(0.0, R)
     assert telemetry.count == 0
     user, valid = np.array([0, 1, 1]), np.array([True, False])
     assert telemetry.of_users(user, np.array([1.0, 2, 3]), valid).shape == (2, 0)
 
 
 def test_nobody_brings_nothing() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     nobody = telemetry.of_users(np.empty(0, np.int64), np.empty(0), np.empty(0, bool))
     assert nobody.shape == (0, 2)
 
@@ -100,7 +97,7 @@ def test_a_user_without_a_row_is_not_valid() -> None:
 
 
 def test_without_noise_mean_and_share_are_read_exactly() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     random = np.random.default_rng(0)
     values, valid = random.uniform(-R, R, 80), random.random(80) < 0.75
     read = telemetry.read(released(telemetry, values, valid, NO_NOISE), 1)
@@ -111,7 +108,7 @@ def test_without_noise_mean_and_share_are_read_exactly() -> None:
 
 
 def test_users_count_once_whatever_the_number_of_their_rows() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     user = np.array([0, 1, 1, 1])
     coordinates = telemetry.of_users(user, np.array([3.0, 0, 0, 0]), np.ones(2, dtype=bool))
     read = telemetry.read(Released(torch.from_numpy(coordinates.sum(0)) / 100, 1), 1)
@@ -119,7 +116,7 @@ def test_users_count_once_whatever_the_number_of_their_rows() -> None:
 
 
 def test_the_mean_is_hidden_only_where_nobody_was_valid() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, 0.14, R)
+    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
     values = np.full(100, 2.0)
     for valid_users, failed in ((0, True), (1, False), (100, False)):
         valid = np.arange(100) < valid_users
@@ -131,7 +128,7 @@ def test_the_mean_is_hidden_only_where_nobody_was_valid() -> None:
 def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
     """Noise of standard deviation zS/m on each coordinate, many times."""
     plan = with_noise(0.3)
-    telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
+    telemetry = TelemetryCoordinates.from_plan(plan, R)
     random = np.random.default_rng(1)
     values, valid = np.full(90, 2.4), np.ones(90, dtype=bool)
     exact = released(telemetry, values, valid, plan)
@@ -141,7 +138,7 @@ def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
     shares = np.array([r.valid_share for r in reads])
     at_the_truth = telemetry.read(exact, 1)
     assert at_the_truth.noise_std is not None
-    assert at_the_truth.valid_std == pytest.approx(0.3 * 0.5 / 100 / (0.1 / math.sqrt(2)))
+    assert at_the_truth.valid_std == pytest.approx(0.3 * 0.5 / 100 / (0.07 / math.sqrt(2)))
     assert shares.mean() == pytest.approx(0.9, abs=0.001)
     assert shares.std() == pytest.approx(at_the_truth.valid_std, rel=0.03)
     assert means.mean() == pytest.approx(2.4, abs=0.01)
@@ -151,7 +148,7 @@ def test_the_stated_standard_deviations_are_those_of_the_release() -> None:
 @pytest.mark.parametrize("z", [0.3, 3.0, 300.0])
 def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
     plan = with_noise(z)
-    telemetry = TelemetryCoordinates.from_plan(plan, 0.2, R)
+    telemetry = TelemetryCoordinates.from_plan(plan, R)
     random = np.random.default_rng(2)
     noise = random.normal(0, plan.noise_std / plan.expected_batch_size, (2000, 2))
     reads = [telemetry.read(Released(torch.from_numpy(n), 1), 1) for n in noise]
@@ -160,8 +157,8 @@ def test_noise_alone_hardly_ever_passes_for_a_reward(z: float) -> None:
 
 
 def test_a_mean_stays_in_the_reward_range() -> None:
-    telemetry = TelemetryCoordinates.from_plan(with_noise(0.3), 0.2, R)
-    unit = 0.1 / math.sqrt(2)
+    telemetry = TelemetryCoordinates.from_plan(with_noise(0.3), R)
+    unit = 0.07 / math.sqrt(2)
     read = telemetry.read(Released(torch.tensor([5.0, 0.9]) * unit, 1), 1)
     assert read.mean == R
 

@@ -183,9 +183,12 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(
 
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
 @pytest.mark.parametrize("arms", ["on-policy", "reference"])
-def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str) -> None:
+def test_the_sum_of_clipped_contributions_from_scratch(
+    baseline: str, arms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = policy_of("gpt2", "lora")
     k, largest, clip_norm, reward_range = 4, 0.9, 3.0, 3.0
+    monkeypatch.setattr("dprlhf.updates.pg.LARGEST_RATIO", largest)
     shape = Shape([[5, 1], [2], [7], [4, 6]], k=k, length=4)
     responses = batch_of(shape, seed=8)
     if arms == "reference":
@@ -194,9 +197,7 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str, arms: str)
     valid = np.ones(len(values), dtype=bool)
     valid[np.flatnonzero(responses.user == 1)[2]] = False
     telemetry = TelemetryCoordinates(0.1, reward_range)
-    spec = recipe.PG.model_validate(
-        {"baseline": baseline, "max_importance_ratio": largest, "batch_size": 5}
-    )
+    spec = recipe.PG.model_validate({"baseline": baseline, "batch_size": 5})
     round_, gate = round_of(
         policy, responses, scores_of(values, valid), telemetry=telemetry, clip_norm=clip_norm
     )

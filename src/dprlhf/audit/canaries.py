@@ -49,7 +49,7 @@ Started = Callable[[Plan, int, float], None]
 CLIP_NORM = 1e-3  # far below the bandit's gradient norms: each canary contributes norm S
 _FAR = 100.0
 _AT_ONCE = 128
-_ONE_TOKEN = {"max_new_tokens": 1, "min_new_tokens": 0, "mask_truncated": False, "agent": None}
+_ONE_TOKEN = {"max_new_tokens": 1, "mask_truncated": False, "agent": None}
 """What a canary's response is: one token, which is cut off there and is no conversation."""
 
 
@@ -374,10 +374,8 @@ def _values_tested(run: Run) -> int:
     """Return how many of the values that a run will release have their noise tested."""
     recipe, length = run.recipe, released_dimension(run.recipe, run.policy.dimension)
     oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
-    if oracle is not None:
-        length = oracle.sketch or length
-        if oracle.name == "sufficient-statistics":
-            length = length * (length + 3) // 2  # the upper triangle of a matrix, and a vector
+    if oracle is not None and oracle.name == "sufficient-statistics":
+        length = length * (length + 3) // 2  # the upper triangle of a matrix, and a vector
     later = run.plan.releases_per_round - 1
     telemetry = _telemetry(run)
     riding = telemetry.count if telemetry else 0

@@ -38,7 +38,7 @@ _ARGUMENTS = {
 """Arguments of TRL's trainers that have another name in :func:`dprlhf.train`."""
 
 _PLACE = {
-    "path": IN_MEMORY, "name": None, "revision": None, "split": "train", "skip": 0, "limit": None,
+    "path": IN_MEMORY, "name": None, "split": "train", "limit": None,
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from dprlhf.data.file_formats import (
 )
 from dprlhf.data.given_rows import without_format
 from dprlhf.errors import DprlhfError, missing_path, one_line
-from dprlhf.hub import check_connection, pinned
+from dprlhf.hub import check_connection, split_revision
 
 _SHOWN = 5
 
@@ -69,7 +69,7 @@ def load_rows(spec: recipe.Data) -> Any:
                 f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check"
                 f" the file, its format, and the split {spec.split!r}"
             ) from None
-    return with_conversations(_skip_and_limit(rows, spec), spec.prompt_column)
+    return with_conversations(_limited(rows, spec.limit), spec.prompt_column)
 
 
 @contextlib.contextmanager
@@ -96,7 +96,6 @@ def _read(path: str, spec: recipe.Data) -> Any:
     """Read a folder, a file, or a dataset on the hub."""
     import datasets
 
-    revision = pinned(spec.path, spec.revision, "data.revision")
     place = Path(path)
     if place.is_dir():
         return _load_folder(place, spec)
@@ -108,6 +107,7 @@ def _read(path: str, spec: recipe.Data) -> Any:
         raise DprlhfError(
             f"data {spec.path!r}: not a kind of file that is read: use {', '.join(FORMATS)}"
         )
+    path, revision = split_revision(path)
     if not _HUB_ID.fullmatch(path) or place.suffix.lower() in _FILE_SUFFIXES:
         raise missing_path(f"data {spec.path!r}: there is no such file or folder", spec.path)
     copies = Path(datasets.config.HF_DATASETS_CACHE)
@@ -115,10 +115,10 @@ def _read(path: str, spec: recipe.Data) -> Any:
         check_connection(
             f"data {spec.path!r}: there is no such file or folder, no copy from the hub in {copies}"
         )
-    rows = datasets.load_dataset(path, spec.name, split=spec.split, **revision)
+    rows = datasets.load_dataset(path, spec.name, split=spec.split, revision=revision)
     if rows.info.builder_name not in _WITHOUT_TYPES:
         return rows
-    return _read_whole(datasets.load_dataset_builder(path, spec.name, **revision), spec)
+    return _read_whole(datasets.load_dataset_builder(path, spec.name, revision=revision), spec)
 
 
 _WITHOUT_TYPES = ("csv", "json", "text")
@@ -202,7 +202,7 @@ def _refuse_part(spec: recipe.Data) -> None:
     if "[" in spec.split or "+" in spec.split:
         raise DprlhfError(
             f"data {spec.path!r}: the split {spec.split!r} selects rows of a dataset on the hub;"
-            " of rows of one's own, skip and limit select some"
+            " of rows of one's own, limit selects the first"
         )
 
 
@@ -223,14 +223,8 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=own_cache())
 
 
-def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
-    if not spec.skip and spec.limit is None:
-        return rows
-    end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
-    if spec.skip and spec.skip >= end:
-        # How many rows there are is private, unlike the number of users.
-        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves no row")
-    return rows.select(range(spec.skip, end))
+def _limited(rows: Any, limit: int | None) -> Any:
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
 def rows_without_value(column: pa.ChunkedArray) -> list[int]:

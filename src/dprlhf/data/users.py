@@ -367,12 +367,7 @@ class Users:
         prompts = [_shorten(p, self._spec) for p in given]
         return Prompts(prompts, owners, slots, rows)
 
-    def readable(
-        self,
-        users: NDArray[np.int64],
-        encode: Callable[[Prompts], Any],
-        draws: Callable[[int, int], NDArray[np.float64]] | None = None,
-    ) -> Prompts:
+    def readable(self, users: NDArray[np.int64], encode: Callable[[Prompts], Any]) -> Prompts:
         """Return the prompts of some users, without the rows that lack a value or cannot be read.
 
         A user of whom no row is left contributes zero to its round and still counts in N: the null
@@ -385,18 +380,8 @@ class Users:
         Args:
             users: Indices of users, ``[users]``.
             encode: Raises an exception for a prompt that cannot be read.
-            draws: Returns a user's own uniform draws in this round, given its index and their
-                number, for ``prompts_per_round``; None takes all prompts.
         """
         owners, slots = self._kept_rows(users)
-        most, place = self._spec.prompts_in_round, slots
-        if draws is not None and self._spec.prompts_per_round is not None:
-            counts = self._kept[users]
-            of_users = [draws(int(u), int(n)) for u, n in zip(users, counts, strict=True)]
-            drawn = [np.sort(np.argsort(own, kind="stable")[:most]) for own in of_users]
-            slots = np.concatenate([np.empty(0, dtype=np.int64), *drawn])
-            owners = np.repeat(users, np.minimum(counts, most))
-            place = _counting_up(np.minimum(counts, most))
 
         def read(some: NDArray[np.int64]) -> Prompts | None:
             try:
@@ -415,14 +400,15 @@ class Users:
         if prompts is None:
             some = np.array([i for i in some if read(np.array([i])) is not None], dtype=np.int64)
             prompts = self._read(owners[some], slots[some], missing=False)
-        return prompts.changed(slots=place[some], round_users=users, prompts_a_user=most)
+        most = self._spec.prompts_in_round
+        return prompts.changed(slots=slots[some], round_users=users, prompts_a_user=most)
 
     def _tell(self, place: int, problem: BaseException) -> None:
         if place not in self._told:
             self._told.add(place)
             clear = isinstance(problem, DprlhfError)
             why = str(problem) if clear else type(problem).__name__
-            self.tell(f"row {self._spec.skip + place + 1} is left out: it cannot be read ({why})")
+            self.tell(f"row {place + 1} is left out: it cannot be read ({why})")
 
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.

@@ -443,7 +443,7 @@ class CausalLMPolicy:
         if self.sampling.plain:
             found = chosen_logprobs(logits, chosen, self.temperature)
         else:
-            rows = Rows(tokens, mask, responses, self.end_tokens)
+            rows = Rows(tokens, mask, responses)
             found = warped_logprobs(logits, rows, self.sampling, self.temperature)
         return found.view(len(tokens), responses)
 

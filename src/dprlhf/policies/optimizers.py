@@ -10,6 +10,8 @@ import torch
 from dprlhf import recipe
 from dprlhf.boundary import Released, open_released
 
+_ADAM_EPSILON = 1e-8
+
 
 def make_optimizer(
     spec: recipe.Optimizer, parameters: Iterable[torch.Tensor], noise_std: float
@@ -25,7 +27,7 @@ def make_optimizer(
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
     if spec.name == "adam":
-        return torch.optim.Adam(parameters, spec.learning_rate, betas=spec.betas, eps=spec.eps)
+        return torch.optim.Adam(parameters, spec.learning_rate, betas=spec.betas, eps=_ADAM_EPSILON)
     if spec.name == "normalized-sgd":
         return NormalizedSGD(parameters, spec)
     return NoiseCorrectedAdam(parameters, spec, noise_std)
@@ -85,7 +87,7 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
 
     Args:
         parameters: The trained parameters.
-        spec: Its ``learning_rate``, ``betas`` and ``eps`` are used.
+        spec: Its ``learning_rate`` and ``betas`` are used.
         noise_std: σ, the standard deviation of the noise in each coordinate of the gradients.
     """
 
@@ -119,7 +121,7 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
                 square = state["exp_avg_sq"] / (1 - second**count)
                 variance = float(state["noise"]) / (1 - second**count)
                 square = (square - variance).clamp(min=NOISE_FLOOR * variance)
-                parameter -= group["lr"] * mean / (square.sqrt() + self._spec.eps)
+                parameter -= group["lr"] * mean / (square.sqrt() + _ADAM_EPSILON)
 
 
 def ascend(

@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p, repetition penalty: the distribution that a token is really drawn from.
 
 The settings mean what they mean in transformers' ``generate``, and are applied in its order: the
-repetition penalty and the ban of an early end act on the logits, which are then divided by the
-temperature and cut by top-k, top-p and min-p, one after the other. What is left is renormalised.
+repetition penalty acts on the logits, which are then divided by the temperature and cut by top-k,
+top-p and min-p, one after the other. What is left is renormalised.
 
 The log-probability of a token is that of this distribution π̃, and so is its gradient: with K the
 kept tokens,
@@ -21,7 +21,7 @@ A row's set depends on that row's logits alone, so it couples no users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,12 @@ class Sampling:
         min_p: Tokens are kept that are at least this share as likely as the most likely one.
         repetition_penalty: Scores of tokens in the prompt and in the response so far are divided by
             it where they are positive, and multiplied by it where they are negative.
-        min_new_tokens: Number of tokens before which no end token can be drawn.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
 
     @classmethod
     def of(cls, rollout: recipe.Rollout) -> Sampling:
@@ -67,9 +65,7 @@ class Sampling:
 
     def untruncated(self) -> Sampling:
         """Return the settings without top-k, top-p and min-p."""
-        return Sampling(
-            repetition_penalty=self.repetition_penalty, min_new_tokens=self.min_new_tokens
-        )
+        return Sampling(repetition_penalty=self.repetition_penalty)
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,11 @@ class Rows:
         tokens: ``[rows, prompt + response]``, prompts padded on the left.
         mask: 1 for real tokens and 0 for padding, same shape.
         length: Width of the response part, in tokens.
-        ends: The end tokens.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     length: int
-    ends: Sequence[int]
 
     @property
     def chosen(self) -> torch.Tensor:
@@ -104,15 +98,6 @@ class Rows:
         stands = self.mask[row].bool() & (column < (first + numbers % self.length)[:, None])
         return torch.where(stands, self.tokens[row], self.tokens[row, first - 1, None])
 
-    def may_end(self, part: slice, least: int) -> torch.Tensor:
-        """Return whether an end token could be drawn at some of the response's places, ``[part]``.
-
-        Where the token is an end token it could: padding may be one, and made-up rows have them.
-        """
-        numbers = torch.arange(part.start, part.stop, device=self.tokens.device)
-        is_end = torch.isin(self.chosen[part], torch.tensor(self.ends, device=self.tokens.device))
-        return (numbers % self.length >= least) | is_end
-
 
 def warped(
     logits: torch.Tensor,
@@ -120,8 +105,6 @@ def warped(
     temperature: float,
     *,
     before: torch.Tensor | None,
-    may_end: torch.Tensor | None,
-    ends: Sequence[int],
 ) -> torch.Tensor:
     """Return the scores before truncation, whose softmax is a distribution; float32 or wider.
 
@@ -131,8 +114,6 @@ def warped(
         temperature: Divides the scores, after the penalty.
         before: Tokens that the penalty is for, ``[rows, any]``, in any order and number; needed for
             a penalty.
-        may_end: Whether an end token may be drawn, ``[rows]``; None where it may in all rows.
-        ends: The end tokens.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.repetition_penalty != 1:
@@ -140,10 +121,6 @@ def warped(
         picked, penalty = scores.gather(1, before), sampling.repetition_penalty
         picked = torch.where(picked < 0, picked * penalty, picked / penalty)
         scores = scores.scatter(1, before, picked)
-    if may_end is not None:
-        banned = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
-        banned[list(ends)] = True
-        scores = scores.masked_fill(~may_end[:, None] & banned, -torch.inf)
     return scores / temperature
 
 
@@ -255,14 +232,11 @@ class _WarpedLogProbs(torch.autograd.Function):
 def _scores(
     logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float, part: slice
 ) -> torch.Tensor:
-    least = sampling.min_new_tokens
     return warped(
         logits[part],
         sampling,
         temperature,
         before=rows.before(part) if sampling.repetition_penalty != 1 else None,
-        may_end=rows.may_end(part, least) if least else None,
-        ends=rows.ends,
     )
 
 

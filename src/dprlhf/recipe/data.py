@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
 
@@ -14,9 +14,9 @@ class Data(Settings):
 
     Attributes:
         path: Hub id, folder or file of the rows: ``.csv``, ``.tsv``, ``.json``, ``.jsonl``,
-            ``.parquet``, or ``.txt`` with one prompt per line, where blank lines are skipped.
+            ``.parquet``, or ``.txt`` with one prompt per line, where blank lines are skipped. A hub
+            id may end in ``@`` and a branch, tag or commit, such as ``org/prompts@5f0e``.
         name: Name of the dataset's configuration on the hub.
-        revision: Branch, tag or commit of the dataset on the hub; null takes the newest version.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
         prompt_column: Column of the prompts: text, or a list of ``{"role", "content"}`` messages.
             With ``rollout.agent.environment`` there may be no column ``prompt``: the prompt is then
@@ -25,29 +25,22 @@ class Data(Settings):
             Null makes every row a user of its own.
         max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
             the rows. Further ones are dropped.
-        prompts_per_round: Number of these that take part in a round of the user, drawn anew from
-            the run's key; null takes all. A round computes as many rows for each user, also for one
-            with fewer prompts.
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
         max_prompt_tokens: Keep only this many tokens from the end of a prompt: a longer one loses
             its beginning. Private updates without it take the length of 99 of 100 public prompts,
             or 512 without public ones and what an agent's tools take, but no more than the model's
             context leaves.
-        skip: Number of rows at the start that are left out.
-        limit: Number of rows after these that are used; null uses all.
+        limit: Number of rows that are used, from the start; null uses all.
     """
 
     path: str
     name: str | None = None
-    revision: str | None = None
     split: str = "train"
     prompt_column: str = "prompt"
     user_column: str | None = None
     max_prompts_per_user: PositiveInt = 4
-    prompts_per_round: PositiveInt | None = None
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
-    skip: Annotated[int, Field(ge=0)] = 0
     limit: PositiveInt | None = None
 
     @property
@@ -58,8 +51,7 @@ class Data(Settings):
     @property
     def prompts_in_round(self) -> int:
         """The most prompts of a user in a round."""
-        most = 1 if self.user_column is None else self.max_prompts_per_user
-        return most if self.prompts_per_round is None else min(most, self.prompts_per_round)
+        return 1 if self.user_column is None else self.max_prompts_per_user
 
     @property
     def kept(self) -> str:
@@ -80,19 +72,17 @@ class PublicData(Settings):
     Attributes:
         path: Hub id, folder or file, as in ``data``.
         name: Name of the dataset's configuration on the hub.
-        revision: Branch, tag or commit of the dataset on the hub; null takes the newest version.
         split: Split of the dataset. In a folder of files, the file's name without its suffix.
     """
 
     path: str
     name: str | None = None
-    revision: str | None = None
     split: str = "train"
 
     def like(self, data: D) -> D:
         """Return the section of these rows, each a user of its own, as a run's rows are read."""
-        own = {"user_column": None, "max_prompts_per_user": 1, "skip": 0, "limit": None}
-        return data.model_copy(update={**dict(self), **own, "prompts_per_round": None})
+        own = {"user_column": None, "max_prompts_per_user": 1, "limit": None}
+        return data.model_copy(update={**dict(self), **own})
 
 
 class Documents(Data):

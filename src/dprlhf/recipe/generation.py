@@ -15,8 +15,6 @@ KEYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
-    "min_new_tokens": "min_new_tokens",
-    "min_tokens": "min_new_tokens",
     "stop_strings": "stop",
     "stop": "stop",
 }

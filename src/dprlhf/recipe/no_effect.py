@@ -25,9 +25,8 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     if optimizer.name in ("adam", "adam-corrected") and changed(optimizer, "momentum"):
         yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, whose is betas"
     data = recipe.data
-    for name in ("max_prompts_per_user", "prompts_per_round"):
-        if data.user_column is None and changed(data, name):
-            yield f"data.{name}", "without data.user_column: each row is a user"
+    if data.user_column is None and changed(data, "max_prompts_per_user"):
+        yield "data.max_prompts_per_user", "without data.user_column: each row is a user"
     if Path(data.path).is_file():
         for name in ("name", "split"):
             if changed(data, name):
@@ -44,8 +43,6 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.kl.level == "token" and recipe.kl.beta == 0:
-        yield "kl.level", "with kl.beta 0"
     oracle = recipe.update.least_squares
     if oracle is not None:
         for name in ("steps", "step_size") if oracle.closed_form else ("damping",):

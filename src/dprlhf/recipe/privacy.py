@@ -12,7 +12,7 @@ from dprlhf.privacy.accounting import Adjacency, Partition
 from dprlhf.recipe.base import PositiveInt, Settings
 
 
-class Budget(Settings):
+class Privacy(Settings):
     """The privacy guarantee; give one of ``epsilon``, ``noise_multiplier`` and ``max_guess``.
 
     Attributes:
@@ -65,7 +65,7 @@ class Budget(Settings):
         return self.model_copy(update={**none, **one})
 
     @model_validator(mode="after")
-    def _valid(self) -> Budget:
+    def _valid(self) -> Privacy:
         given = (self.epsilon, self.noise_multiplier, self.max_guess)
         if sum(value is not None for value in given) != 1:
             raise ValueError("give exactly one of epsilon, noise_multiplier and max_guess")
@@ -86,18 +86,6 @@ class Budget(Settings):
 def _has_password(url: str) -> bool:
     parts = urllib.parse.urlsplit(url) if "://" in url else None
     return parts is not None and (parts.password is not None or "password" in parts.query)
-
-
-class Privacy(Budget):
-    """The privacy guarantee of a run of private updates.
-
-    Attributes:
-        reward_share: Share of the clip norm for two extra coordinates, the user's scaled mean
-            reward and its validity, from which the metrics show a noised mean reward of each round;
-            0 turns it off.
-    """
-
-    reward_share: Annotated[float, Field(ge=0, lt=1)] = 0.14
 
 
 class Previous(Settings):

@@ -68,9 +68,6 @@ class PrivateUpdate(Settings):
             releases all coordinates.
     """
 
-    token_rewards: ClassVar[bool] = False
-    """Whether the update takes one reward for each token, as ``kl.level: token`` gives."""
-
     turn_rewards: ClassVar[bool] = False
     """Whether the update takes a reward for each turn, as ``rewards.N.by_turn`` gives."""
 
@@ -153,8 +150,6 @@ class Oracle(Settings):
             times the clip norm. Null takes the largest possible advantage, 2 ``reward_range`` (with
             the baseline ``group`` 3, which covers up to ten responses); a smaller bound lowers the
             noise.
-        sketch: Dimensions of a public random projection (a count sketch) of the features; null for
-            no projection.
         damping: Added to every eigenvalue by ``sufficient-statistics``, in units of
             ``update.clip_norm``²: it shrinks the solution where the policy is nearly deterministic
             and its Fisher information small. Null adds nothing.
@@ -169,7 +164,6 @@ class Oracle(Settings):
     step_size: PositiveFloat = 0.5
     radius: PositiveFloat = 1.0
     target_bound: PositiveFloat | None = None
-    sketch: PositiveInt | None = None
     damping: Annotated[float, Field(ge=0)] | None = None
     gain: PositiveFloat = 1.0
 

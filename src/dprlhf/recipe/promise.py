@@ -8,11 +8,11 @@ from pathlib import Path
 
 from dprlhf.recipe.base import IN_MEMORY
 from dprlhf.recipe.data import Data, PublicData
-from dprlhf.recipe.privacy import Budget
+from dprlhf.recipe.privacy import Privacy
 
 
 def check_promise(
-    privacy: Budget,
+    privacy: Privacy,
     *,
     clip_norm: float,
     data: Data,
@@ -46,7 +46,7 @@ def check_promise(
 
 
 def same_rows(a: Data, b: Data | PublicData) -> bool:
-    """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
+    """Return whether two sections may name the same rows, ``limit`` left aside."""
     if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
         return False
     place = Path(_place(a.path))

@@ -122,10 +122,8 @@ class Recipe(Settings):
         if self.update.subspace is not None:
             what += f", along {self.update.subspace.rank} directions from public gradients"
         lines = [f"the noised mean {what}, and what follows from it: the model"]
-        if self.privacy.reward_share:
-            where = "same release" if releases == 1 else "first of these releases"
-            lines.append(f"the noised mean reward and count of each round, in the {where}")
-        return lines
+        where = "same release" if releases == 1 else "first of these releases"
+        return [*lines, f"the noised mean reward and count of each round, in the {where}"]
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

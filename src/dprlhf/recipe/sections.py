@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dprlhf.hub import split_revision
 from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import IN_MEMORY, Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.policy import Policy, Source
@@ -18,8 +19,8 @@ class Reward(Settings):
 
     Attributes:
         function: ``package.module:function`` or ``file.py:function``, with TRL's signature.
-        classifier: Hub id or folder of a sequence classifier, or ``asset:…``.
-        revision: Branch, tag or commit of the classifier's hub id; null takes the newest version.
+        classifier: Hub id or folder of a sequence classifier, or ``asset:…``. A hub id may end in
+            ``@`` and a branch, tag or commit.
         weight: Weight of this reward in the sum.
         times_column: Column of the dataset with a factor for each score, such as 1 for a user who
             wants more of it and −1 for one who wants less; null for none. A row without a number
@@ -30,19 +31,16 @@ class Reward(Settings):
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
-        batch_size: Number of texts that the classifier scores at once.
     """
 
     function: str | None = None
     classifier: str | None = None
-    revision: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     times_column: str | None = None
     per_user: bool = False
     by_turn: bool = False
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
-    batch_size: PositiveInt = 64
 
     @property
     def name(self) -> str:
@@ -51,19 +49,14 @@ class Reward(Settings):
 
     def source(self, key: str) -> Source:
         """Return where the reward comes from; ``key`` is this section's name."""
-        return Source(
-            f"{key}.classifier" if self.classifier else None,
-            f"reward {self.name}",
-            self.classifier or "",
-            self.revision,
-        )
+        path, revision = split_revision(self.classifier or "")
+        named = f"{key}.classifier" if self.classifier else None
+        return Source(named, f"reward {self.name}", path, revision)
 
     @model_validator(mode="after")
     def _one_source(self) -> Reward:
         if (self.function is None) == (self.classifier is None):
             raise ValueError("give either function or classifier")
-        if self.revision is not None and self.classifier is None:
-            raise ValueError("revision is for a classifier, not for a function")
         return self
 
 
@@ -88,7 +81,6 @@ class Rollout(Settings):
             for all.
         repetition_penalty: Divide the logits of tokens that already occur in the prompt or the
             response (multiply negative ones) by this; 1 for no penalty.
-        min_new_tokens: Number of tokens before which no end token is sampled.
         stop: Strings that end a response and stay in its text.
         mask_truncated: Give weight 0 to a response that did not end within ``max_new_tokens``
             (TRL's ``mask_truncated_completions``). Its reward still counts in the advantages of the
@@ -114,7 +106,6 @@ class Rollout(Settings):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: PositiveFloat = 1.0
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     stop: list[Annotated[str, Field(min_length=1)]] = []
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
@@ -175,19 +166,12 @@ class Rollout(Settings):
                 " tokens than the policy, which makes a response's probability under the policy"
                 " zero"
             )
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens"
-                f" {self.max_new_tokens}"
-            )
         if self.cuda_graphs and self.backend == "vllm":
             raise ValueError("cuda_graphs is for backend transformers; vllm captures its own")
         if self.cuda_graphs and self.agent is not None:
             raise ValueError("agent: its turns have too many shapes for cuda_graphs")
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
-        if self.agent is not None and self.min_new_tokens:
-            raise ValueError("agent: a turn may be short; leave min_new_tokens out")
         return self
 
 
@@ -199,13 +183,9 @@ class KL(Settings):
 
     Attributes:
         beta: Coefficient β, in units of the reward per nat; 0 for no penalty.
-        level: ``sequence`` subtracts the whole penalty from a response's reward; ``token`` (with
-            ``update.name: pg``) subtracts at each token the penalty of this and later tokens, which
-            has the same expectation and less variance.
     """
 
     beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    level: Literal["sequence", "token"] = "sequence"
 
 
 class Optimizer(Settings):
@@ -219,7 +199,6 @@ class Optimizer(Settings):
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
         betas: Decay rates (β₁, β₂) of Adam's moments; a slow β₂ learns little in few rounds.
-        eps: Adam's ε, which keeps the denominator away from 0.
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
@@ -228,7 +207,6 @@ class Optimizer(Settings):
     learning_rate: PositiveFloat = 0.02
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.9)
-    eps: PositiveFloat = 1e-8
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
@@ -237,12 +215,11 @@ class Tracking(Settings):
     """Experiment trackers, which get the lines of ``metrics.jsonl`` (:mod:`dprlhf.runs.trackers`).
 
     Attributes:
-        report_to: Trackers to report to; each is a package to install separately.
-        project: Project under which the trackers file the run.
+        report_to: Trackers to report to; each is a package to install separately. They file the
+            run under the project ``dprlhf``.
     """
 
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    project: str = "dprlhf"
 
     @field_validator("report_to", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings, changed
 from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
 from dprlhf.recipe.evaluation import LossEvaluation
 from dprlhf.recipe.policy import Policy, Source
-from dprlhf.recipe.privacy import Budget, Previous
+from dprlhf.recipe.privacy import Previous, Privacy
 from dprlhf.recipe.promise import check_promise
 from dprlhf.recipe.sections import Optimizer, Tracking
 
@@ -84,7 +84,7 @@ class StageRecipe(Settings):
     data: Data
     update: Supervised = Supervised()
     optimizer: Optimizer = Optimizer()
-    privacy: Budget
+    privacy: Privacy
     rounds: PositiveInt
     evaluation: LossEvaluation | None = None
     tracking: Tracking = Tracking()

@@ -82,7 +82,7 @@ INSTEAD = {
     "optim": "write optimizer.name=sgd, normalized-sgd, adam or adam-corrected",
     "adam_beta1": "write optimizer.betas=[…, …]",
     "adam_beta2": "write optimizer.betas=[…, …]",
-    "adam_epsilon": "write optimizer.eps=…",
+    "adam_epsilon": "Adam's epsilon is 1e-8",
     "weight_decay": "there is none",
     "warmup_steps": "write optimizer.warmup=…, a share of the rounds",
     "eval_steps": "write evaluation.every=N",

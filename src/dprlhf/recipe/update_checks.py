@@ -35,12 +35,6 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
         )
     if recipe.rollout.truncates and update.moves_within_round:
         _refuse_truncation(update, recipe.rollout.truncates[0])
-    if recipe.kl.level == "token" and not update.token_rewards:
-        raise ValueError(
-            "kl.level: token works with update.name"
-            f" {_names(lambda kind: kind.token_rewards)}; {update.name} takes one reward a"
-            " response: write kl.level: sequence"
-        )
     if any(reward.by_turn for reward in recipe.rewards):
         _check_turns(update, recipe)
     update.check(recipe)
@@ -56,11 +50,6 @@ def _check_turns(update: PrivateUpdate, recipe: Sections) -> None:
         raise ValueError(
             f"rewards: by_turn works with update.name {_names(lambda kind: kind.turn_rewards)};"
             f" {update.name} compares whole responses: leave it out, and answer one score for each"
-        )
-    if recipe.kl.level == "token":
-        raise ValueError(
-            "kl.level: with rewards by turn (by_turn) a baseline compares turns, and a penalty by"
-            " token has none: write kl.level: sequence"
         )
 
 

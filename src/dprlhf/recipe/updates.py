@@ -31,14 +31,10 @@ ENTRY_POINT_GROUP = "dprlhf.updates"
 class _Score(PrivateUpdate):
     """Updates that weight ∇ log π by the importance ratio π_t/μ where responses come from μ ≠ π_t.
 
-    Attributes:
-        max_importance_ratio: Upper bound at which the ratio π_t/μ of a response (grpo: of a token)
-            is truncated.
+    The ratio of a response (grpo: of a token) is truncated at 2.
     """
 
     leaves_rows_out: ClassVar[bool] = True
-
-    max_importance_ratio: PositiveFloat = 2.0
 
 
 Baseline = Literal["paired", "loo", "group"]
@@ -60,8 +56,6 @@ class PG(_Advantage):
             ``paired`` the reward of the paired response of the other half, and ``group``
             standardises the rewards within the user.
     """
-
-    token_rewards: ClassVar[bool] = True
 
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
@@ -242,7 +236,7 @@ class NPG(_Score):
 
 
 def _saturated(oracle: Oracle, target_bound: float) -> Oracle:
-    return oracle.model_copy(update={"target_bound": target_bound, "sketch": None})
+    return oracle.model_copy(update={"target_bound": target_bound})
 
 
 UPDATE_SETTINGS: dict[str, type[PrivateUpdate]] = {

@@ -16,7 +16,7 @@ from dprlhf.assets import resolve
 from dprlhf.data.messages import template_arguments, text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
-from dprlhf.hub import check_reachable, pinned
+from dprlhf.hub import check_reachable, split_revision
 from dprlhf.policies.causal_lm import first_position, positions
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import mixing_layers
@@ -51,10 +51,9 @@ class ClassifierReward:
         tokenizer: Any = None,
         label: str | None = None,
         max_tokens: int = 32768,
-        batch_size: int = 64,
+        batch_size: int = 32,
         text: Text = "prompt+completion",
         device: str | torch.device = "cpu",
-        revision: str | None = None,
     ) -> None:
         """Load the classifier.
 
@@ -69,14 +68,13 @@ class ClassifierReward:
             batch_size: Number of texts in one forward pass.
             text: Whether to read the prompt and the completion, or the completion alone.
             device: Torch device.
-            revision: Branch, tag or commit on the Hub.
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does
                 not have the label; or ``text`` is another word.
         """
         if isinstance(source, str):
-            model, self._tokenizer = _loaded(source, revision, tokenizer)
+            model, self._tokenizer = _loaded(source, tokenizer)
         else:
             model, self._tokenizer = _taken(source, tokenizer)
             source = _name_of(model)
@@ -226,15 +224,15 @@ def _width(tokens: int) -> int:
     return next((width for width in _WIDTHS if tokens <= width), wide)
 
 
-def _loaded(source: str, revision: str | None, tokenizer: Any) -> tuple[Any, Any]:
+def _loaded(source: str, tokenizer: Any) -> tuple[Any, Any]:
     """Load model and tokenizer by their name; all weights, the head's too, must be there."""
-    place = resolve(source)
-    of_hub = pinned(source, revision, "rewards.revision")
-    check_reachable(source, revision, "classifier")
+    name, revision = split_revision(source)
+    place = resolve(name)
+    check_reachable(name, revision, "classifier")
     try:
-        own = copy.deepcopy(tokenizer) or AutoTokenizer.from_pretrained(place, **of_hub)
+        own = copy.deepcopy(tokenizer) or AutoTokenizer.from_pretrained(place, revision=revision)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place, dtype=torch.float32, output_loading_info=True, **of_hub
+            place, dtype=torch.float32, output_loading_info=True, revision=revision
         )
     except Exception as problem:
         raise DprlhfError(
@@ -245,7 +243,7 @@ def _loaded(source: str, revision: str | None, tokenizer: Any) -> tuple[Any, Any
             f"classifier {source!r} has no trained weights for "
             f"{', '.join(sorted(loading['missing_keys']))}: name a fine-tuned classifier"
         )
-    model.dprlhf_loaded_from = (source, revision)  # where a record of a private run may be
+    model.dprlhf_loaded_from = (name, revision)  # where a record of a private run may be
     return model, own
 
 

@@ -147,10 +147,8 @@ def _classifier(
         source,
         tokenizer=tokenizer,
         label=spec.label,
-        batch_size=spec.batch_size,
         text=spec.text,
         device=device,
-        revision=spec.revision,
     )
 
 

@@ -94,15 +94,7 @@ def draw(
     if sampling.repetition_penalty != 1:
         before = prompts.repeat_interleave(len(logits) // len(prompts), 0)
         before = torch.cat([before, written], 1) if step else before
-    early = step < sampling.min_new_tokens
-    scores = warped(
-        logits,
-        sampling,
-        policy.temperature,
-        before=before,
-        may_end=torch.zeros(len(logits), dtype=torch.bool, device=logits.device) if early else None,
-        ends=policy.end_tokens,
-    )
+    scores = warped(logits, sampling, policy.temperature, before=before)
     return inverse_cdf(truncated(scores, sampling), uniforms, 1.0)
 
 

@@ -198,11 +198,6 @@ def sample(
             log-probabilities alone (:mod:`dprlhf.policies.kept`), where :func:`keeps_outputs`.
     """
     if policy.sampler is not None:
-        if policy.sampling.min_new_tokens:
-            raise DprlhfError(
-                "rollout.min_new_tokens: responses of several turns would have it in each turn, and"
-                " log-probabilities in the first alone: leave it out"
-            )
         found: Responses = policy.sampler(
             policy,
             prompts,

@@ -16,8 +16,8 @@ Differences from :mod:`dprlhf.rollout.decoding`:
 
 - The distribution is the same, the draws are not: vLLM has a generator for each request, seeded
   here with the row's own first uniform number.
-- top_k, top_p, min_p, the penalty and the shortest response are vLLM's own. They mean the same; a
-  token that rounding alone lets vLLM keep counts as kept (:mod:`dprlhf.policies.warpers`).
+- top_k, top_p, min_p and the penalty are vLLM's own. They mean the same; a token that rounding
+  alone lets vLLM keep counts as kept (:mod:`dprlhf.policies.warpers`).
 - vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
   those of transformers. π_t is sampled up to rounding, which affects utility and not privacy.
 """
@@ -226,7 +226,6 @@ def _sample(
             frequency_penalty=0.0,
             seed=seed,
             max_tokens=length,
-            min_tokens=min(policy.sampling.min_new_tokens, length),
             ignore_eos=True,  # else vLLM adds end tokens of the checkpoint to ours
             stop_token_ids=policy.end_tokens,
             logprobs=0,  # the sampled token's alone

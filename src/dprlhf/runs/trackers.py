@@ -52,11 +52,11 @@ def tracked(
         config: Public settings, logged as the run's hyperparameters.
     """
     live = [n for n in spec.report_to if n == "tensorboard"]
-    trackers = [_Tracker(name, spec.project, folder, config) for name in live]
+    trackers = [_Tracker(name, folder, config) for name in live]
     try:
         yield [tracker.log for tracker in trackers]
     finally:
-        late = [_Tracker(n, spec.project, folder, config) for n in spec.report_to if n not in live]
+        late = [_Tracker(n, folder, config) for n in spec.report_to if n not in live]
         for tracker in late:
             for line in JsonLines(folder.metrics).read():
                 tracker.log(line)
@@ -67,16 +67,14 @@ def tracked(
 class _Tracker:
     """One of accelerate's trackers, which is switched off after its first failure."""
 
-    def __init__(
-        self, name: str, project: str, folder: RunFolder, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, name: str, folder: RunFolder, config: Mapping[str, Any]) -> None:
         self._name = name
         self._folder = folder.path / "tracking"
         self._tracker: Any = None
         self._warning: str | None = None
 
         def start() -> None:
-            tracker = _make(name, project, folder)
+            tracker = _make(name, folder)
             tracker.start()
             tracker.store_init_configuration(flat(config))
             self._tracker = tracker
@@ -127,7 +125,7 @@ def _stopped_clock() -> Iterator[None]:
         setattr(time, "time", clock)  # noqa: B010
 
 
-def _make(name: str, project: str, folder: RunFolder) -> Any:
+def _make(name: str, folder: RunFolder) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     kind = LOGGER_TYPE_TO_CLASS[name]
@@ -138,7 +136,7 @@ def _make(name: str, project: str, folder: RunFolder) -> Any:
         settings["run_name"] = folder.path.name
     if kind.requires_logging_directory:
         settings["logging_dir"] = str(folder.path / "tracking")
-    return kind(project, **settings)
+    return kind("dprlhf", **settings)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

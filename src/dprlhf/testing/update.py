@@ -162,14 +162,15 @@ class _Trial:
     ) -> None:
         """Run round t, as the training loop does."""
         plan, before = gate.plan, len(gate.sums)
-        # Without telemetry coordinates at the large norm, or they would outshine all else.
-        share = 0.14 if plan.clip_norm < WIDE else 0.0
+        telemetry = TelemetryCoordinates.from_plan(plan, reward_range=3.0)
+        if plan.clip_norm >= WIDE:  # at the large norm the coordinates would outshine all else
+            telemetry = TelemetryCoordinates(0.0, reward_range=3.0)
         round_ = PrivateRound(
             policy=policy,
             responses=Private(responses),
             scores=Private(scores),
             plan=plan,
-            telemetry=TelemetryCoordinates.from_plan(plan, share, 3.0),
+            telemetry=telemetry,
             optimizer=optimizer,
             reduce=lambda x: x,
             gate=functools.partial(gate.release, t),

@@ -298,9 +298,7 @@ class Reinforcement:
         self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
         judging = self.judges.items()
         self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
-        self.telemetry = TelemetryCoordinates.from_plan(
-            plan, recipe.privacy.reward_share, recipe.reward_range
-        )
+        self.telemetry = TelemetryCoordinates.from_plan(plan, recipe.reward_range)
         if recipe.update.subspace is not None:
             from dprlhf.training.guidance import Guidance
 
@@ -351,9 +349,7 @@ class Reinforcement:
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
                 return run.users.readable(
-                    users,
-                    lambda p: run.policy.encode(p.prompts, longest, p.for_template),
-                    run.prompt_draws(batch.t),
+                    users, lambda p: run.policy.encode(p.prompts, longest, p.for_template)
                 )
 
         batch.bar.start("sampling", batch.users)

@@ -21,7 +21,6 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partition import Allocation
 from dprlhf.privacy.plan import Plan
-from dprlhf.privacy.randomness import uniforms
 from dprlhf.recipe import AnyRecipe
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.earlier import Earlier
@@ -118,10 +117,6 @@ class Run(PreparedRun):
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     put_back_torch_state: Callable[[], None] = lambda: None
     told_operator: bool = False
-
-    def prompt_draws(self, t: int) -> Callable[[int, int], NDArray[np.float64]]:
-        """Return a function of a user's index and a count: its own uniform draws in round t."""
-        return lambda user, count: uniforms(self.key, "prompts", t, user, count=count)
 
 
 @dataclass(frozen=True, repr=False)

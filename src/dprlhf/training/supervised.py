@@ -283,11 +283,7 @@ class Supervised:
 
         def weighted(users: NDArray[np.int64]) -> Weighted:
             with captured(None):  # a panic in compiled code prints the text that it failed on
-                rows = run.users.readable(
-                    users,
-                    lambda some: self.task.encode(run.policy, some),
-                    run.prompt_draws(batch.t),
-                )
+                rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
                 encoded = self.task.encode(run.policy, rows)  # warnings may quote it here, too
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)

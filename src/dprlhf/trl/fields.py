@@ -56,7 +56,7 @@ COMMON: dict[str, Field] = {
     "learning_rate": Field("honoured", "optimizer.learning_rate"),
     "adam_beta1": Field("honoured", "optimizer.betas"),
     "adam_beta2": Field("honoured", "optimizer.betas"),
-    "adam_epsilon": Field("honoured", "optimizer.eps"),
+    "adam_epsilon": Field("no effect", "it is 1e-8, as in transformers"),
     "max_completion_length": Field("honoured", "rollout.max_new_tokens"),
     "num_generations": Field("honoured", "rollout.responses"),
     "temperature": Field("honoured", "rollout.temperature"),
@@ -110,7 +110,7 @@ COMMON: dict[str, Field] = {
     "use_cpu": Field("honoured", "through accelerate, which places the policy"),
     "use_vllm": Field("mapped", "rollout.backend: vllm (experimental)"),
     "push_to_hub": Field("mapped", "uploads the adapter after the last round, not during the run"),
-    "project": Field("mapped", "tracking.project"),
+    "project": Field("no effect", "runs are filed under the project dprlhf"),
     "mask_truncated_completions": Field(
         "honoured", "rollout.mask_truncated: weight 0 for a response that did not end"
     ),
@@ -120,7 +120,7 @@ COMMON: dict[str, Field] = {
     "repetition_penalty": Field("honoured", "rollout.repetition_penalty; log π counts it"),
     "generation_kwargs": Field(
         "mapped", "temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens,"
-        " min_new_tokens, stop_strings and vLLM's names of these; others are refused by name"
+        " stop_strings and vLLM's names of these; others are refused by name"
     ),
     "cache_implementation": Field("refused", _SAMPLER),
     "chat_template_kwargs": Field("honoured", "policy.chat_template_kwargs"),

@@ -73,7 +73,7 @@ def recipe_of(
         "kl": {"beta": args.beta},
         "privacy": _privacy(args, participations),
         **({"rounds": int(args.max_steps)} if args.max_steps > 0 else {}),
-        "tracking": {"report_to": args.report_to, "project": args.project},
+        "tracking": {"report_to": args.report_to},
         "previous": [{"run": run} for run in args.privacy_previous],
         "seed": args.seed,
         "output_dir": args.output_dir,
@@ -97,8 +97,7 @@ def _step_rule(kind: type[Any]) -> dict[str, Any]:
     """Return the settings of the optimizer, with their defaults in a config."""
     own = defaults(kind)
     return {name: own[name] for name in (
-        "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "lr_scheduler_type",
-        "warmup_steps",
+        "learning_rate", "adam_beta1", "adam_beta2", "optim", "lr_scheduler_type", "warmup_steps",
     )}  # fmt: skip
 
 
@@ -275,7 +274,6 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
         "name": "sgd" if optim == "sgd" else "adam",
         **({} if args.learning_rate is None else {"learning_rate": args.learning_rate}),
         "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
         "schedule": _SCHEDULES[schedule],
         "warmup": warmup if warmup < 1 else min(warmup / rounds, 0.99),
     }

@@ -15,7 +15,7 @@ Departures from the paper, and why:
   clipped: the update is DP-PG with the group baseline and length-normalised responses.
 - For a row from μ ≠ π_t, π_old is μ. A token's ratio leaves out how likely the tokens before it
   are, as in PPO: that is biased, with less variance than DP-PG's ratio of whole responses. Where Â
-  is negative nothing bounds ρ_t, so the weight's ratio is truncated at ``max_importance_ratio``.
+  is negative nothing bounds ρ_t, so the weight's ratio is truncated at ``LARGEST_RATIO``.
 - Lengths divide within a user only. A count of the batch's tokens, as other GRPO losses have it
   (arXiv 2503.14476), would couple the users; so would advantages scaled over the batch.
 - The KL penalty is part of the reward (see :mod:`dprlhf.updates.kl`), not of the loss.
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.pg import round_advantage_weights
+from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 
@@ -75,8 +75,8 @@ def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> 
     Args:
         advantages: Advantages Â, ``[rows, 1]`` or ``[rows, response]``.
         ratio: Importance ratio ρ of each token, ``[rows, response]``.
-        spec: The settings: ``clip_range`` is c, ``max_importance_ratio`` truncates ρ in the
+        spec: The settings: ``clip_range`` is c, ``LARGEST_RATIO`` truncates ρ in the
             derivative.
     """
     flat = np.where(advantages > 0, ratio > 1 + spec.clip_range, ratio < 1 - spec.clip_range)
-    return np.where(flat, 0.0, advantages * np.minimum(ratio, spec.max_importance_ratio))
+    return np.where(flat, 0.0, advantages * np.minimum(ratio, LARGEST_RATIO))

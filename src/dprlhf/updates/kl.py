@@ -27,42 +27,35 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
     """Subtract the penalty from the rewards that the update sees, not from those of telemetry.
 
     The score is clipped to [−R, R] before, so that the penalty counts even where the score was
-    clipped; the difference is clipped to [−R, R] again. With ``level: token`` the rewards become
-    ``[rows, response]``: see :func:`penalised`.
+    clipped; the difference is clipped to [−R, R] again.
     """
     if not spec.beta:
         return
     bound = round_.telemetry.reward_range
 
     def less_penalty(scores: Scores, log_ratio: Array) -> Scores:
-        values = penalised(scores.values, log_ratio, spec, bound)
+        values = penalised(scores.values, log_ratio, spec.beta, bound)
         returns = scores.returns
-        if returns is not None:  # with level sequence, as the recipe's checks have it
-            each = [penalised(of_turn, log_ratio, spec, bound) for of_turn in returns.T]
+        if returns is not None:
+            each = [penalised(of_turn, log_ratio, spec.beta, bound) for of_turn in returns.T]
             returns = np.stack(each, 1)
         return Scores(values, scores.valid, scores.failures, returns=returns)
 
     round_.scores = round_.scores.map(less_penalty, round_.log_ratio(batch_size, every_row=True))
 
 
-def penalised(rewards: Array, log_ratio: Array, spec: recipe.KL, bound: float) -> Array:
+def penalised(rewards: Array, log_ratio: Array, beta: float, bound: float) -> Array:
     """Return the rewards less the penalty, clipped to [−bound, bound].
 
     Args:
         rewards: The reward of each response, ``[rows]``.
         log_ratio: Log-ratio log π_t − log π_ref of each response token, ``[rows, response]``; 0 on
             padding.
-        spec: The coefficient β, and whether the penalty is taken by sequence or by token.
+        beta: The coefficient β.
         bound: The bound R on a reward.
 
     Returns:
-        Penalised rewards, ``[rows]``; or with ``level: token`` the reward-to-go at each token,
-        ``[rows, response]``: the reward less the penalties of this token and those after it. An
-        earlier penalty does not depend on this token, so it would only add variance.
+        Penalised rewards, ``[rows]``.
     """
-    if spec.level == "sequence":
-        less = rewards - spec.beta * log_ratio.sum(1)
-    else:
-        less = rewards[:, None] - spec.beta * log_ratio[:, ::-1].cumsum(1)[:, ::-1]
-    clipped: Array = less.clip(-bound, bound)
+    clipped: Array = (rewards - beta * log_ratio.sum(1)).clip(-bound, bound)
     return clipped

@@ -44,7 +44,7 @@ def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:
         partial(response_examples, baseline=spec.baseline),
         round_.scores,
         round_.valid,
-        importance_ratios(round_, spec.batch_size, spec.max_importance_ratio),
+        importance_ratios(round_, spec.batch_size),
     )
     w = solve(
         round_,

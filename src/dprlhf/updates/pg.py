@@ -30,20 +30,21 @@ from dprlhf.rewards import Scores
 from dprlhf.updates.baselines import BASELINES
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
+LARGEST_RATIO = 2.0
+"""Upper bound at which the importance ratio π_t/μ is truncated."""
+
 
 def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
     """Release the mean of the users' clipped policy gradients, and take a step along it."""
-    ratio = importance_ratios(round_, spec.batch_size, spec.max_importance_ratio)
+    ratio = importance_ratios(round_, spec.batch_size)
     weights = round_advantage_weights(round_, spec.baseline, ratio)
     round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
-def importance_ratios(
-    round_: PrivateRound[P, R], batch_size: int, largest: float
-) -> Private[NDArray[np.float64]]:
+def importance_ratios(round_: PrivateRound[P, R], batch_size: int) -> Private[NDArray[np.float64]]:
     """Return :func:`importance_ratio` of each row of a round, ``[rows]``."""
     return round_.responses.map(
-        lambda responses, log_ratio: importance_ratio(responses, log_ratio, largest),
+        lambda responses, log_ratio: importance_ratio(responses, log_ratio, LARGEST_RATIO),
         round_.log_ratio(batch_size),
     )
 
@@ -53,7 +54,7 @@ def round_advantage_weights(
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
 
-    With rewards by turn the weights are those of each token, as with ``kl.level: token``.
+    With rewards by turn the weights are those of each token.
 
     Args:
         round_: The round: its responses and scores.
@@ -78,10 +79,9 @@ def advantage_weights(
 
     Args:
         responses: The round's responses; each prompt has the same number of them.
-        scores: Rewards, ``[rows]``; or each token's reward-to-go, ``[rows, response]``, which gives
-            a weight for each token, with a baseline from the other responses' rewards-to-go. With
-            rewards by turn, the returns of the turns: a token has the weight of its turn, whose
-            baseline is from the same turn of the user's other responses to the prompt.
+        scores: Rewards, ``[rows]``. With rewards by turn, the returns of the turns: a token has the
+            weight of its turn, whose baseline is from the same turn of the user's other responses
+            to the prompt.
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         ratio: The importance ratio of each row, ``[rows]``.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.

@@ -17,7 +17,7 @@ Departures from the paper:
 - A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
   all tokens is the learning rate times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
-  is truncated at ``max_importance_ratio``. ``clip_range`` applies to the second (as arXiv
+  is truncated at ``LARGEST_RATIO``. ``clip_range`` applies to the second (as arXiv
   2110.00641 does), or it would exclude tokens because of the policy that sampled them.
 - The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
   estimates already, so no bias is corrected. Before the first release it starts from zero.
@@ -44,7 +44,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import remember_release, remembered_release
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.pg import round_advantage_weights
+from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 _BETAS = (0.9, 0.999)
@@ -59,7 +59,7 @@ def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     if spec.local_optimizer == "adam":
         start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
     weights = round_.responses.map(
-        partial(token_weights, largest=spec.max_importance_ratio),
+        token_weights,
         round_advantage_weights(round_, spec.baseline),
         round_.log_ratio(spec.batch_size),
     )
@@ -103,19 +103,16 @@ def _radius(round_: PrivateRound, spec: recipe.PPO) -> float:
     return round_.vector_clip_norm
 
 
-def token_weights(
-    responses: Responses, advantages: Array, log_ratio: Array, largest: float
-) -> Array:
-    """Return Â min(π_t/μ, largest) over the user's number of responses, ``[rows, response]``.
+def token_weights(responses: Responses, advantages: Array, log_ratio: Array) -> Array:
+    """Return Â min(π_t/μ, 2) over the user's number of responses, ``[rows, response]``.
 
     Args:
         responses: The round's responses, with the mask of those that were sampled from μ.
         advantages: Advantages divided by the user's number of responses, ``[rows]`` or
             ``[rows, response]``.
         log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
-        largest: Upper limit at which π_t/μ is truncated.
     """
-    ratio = np.exp(np.minimum(log_ratio, np.log(largest)))
+    ratio = np.exp(np.minimum(log_ratio, np.log(LARGEST_RATIO)))
     ratio = np.where(responses.from_base[:, None], ratio, 1.0)
     return (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio
 

@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 from dprlhf.boundary import Released, open_released
 from dprlhf.privacy.plan import Plan
 
+SHARE = 0.14
+"""Share of the clip norm for the two coordinates: the gradient keeps √(1 − 0.14²), or 99% of it."""
+
 
 @dataclass(frozen=True)
 class TelemetryCoordinates:
     """The scaled mean reward and validity of each user.
 
     Attributes:
-        norm: Bound on the two coordinates together, reward_share · S; 0 leaves them out.
+        norm: Bound on the two coordinates together, ``SHARE`` · S; 0 leaves them out.
         reward_range: The bound R on rewards, which are in [−R, R].
         noise_std: Standard deviation of the noise in a coordinate released in round t.
     """
@@ -33,19 +36,16 @@ class TelemetryCoordinates:
     noise_std: Callable[[int], float] = lambda t: 0.0
 
     @classmethod
-    def from_plan(
-        cls, plan: Plan, reward_share: float, reward_range: float
-    ) -> TelemetryCoordinates:
+    def from_plan(cls, plan: Plan, reward_range: float) -> TelemetryCoordinates:
         """Return the coordinates whose norm is a share of the plan's clip norm.
 
         Args:
             plan: The clip norm S (1 in a baseline without clipping) and the noise.
-            reward_share: The share of S that bounds the coordinates.
             reward_range: The bound R on rewards.
         """
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         size = plan.expected_batch_size
-        return cls(reward_share * scale, reward_range, lambda t: plan.noise_std_of(t) / size)
+        return cls(SHARE * scale, reward_range, lambda t: plan.noise_std_of(t) / size)
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ Each oracle finds w with small Σ_u (w · φ_u − A_u)² under differential pri
 name                    guarantee       made for
 ======================  ==============  ==========================================================
 exponential             pure            a finite, public candidate set
-sufficient-statistics   Gaussian        up to 2,000 dimensions, or a sketch; one release
+sufficient-statistics   Gaussian        up to 2,000 dimensions; one release
 issp                    (ε, δ)          few dimensions, many users, any condition number
 improper-batch-sgd      Gaussian        any dimension; a clipped, not a linear, predictor
 projected-sgd           Gaussian        any dimension; ‖w‖ ≤ W
@@ -22,14 +22,12 @@ from dprlhf.updates.privls import ORACLES, GaussianOracle, make_oracle
 from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
 from dprlhf.updates.privls.oracle import Contribution, Fit, Guarantee, Release, Select
 from dprlhf.updates.privls.projected_sgd import ProjectedSGD
-from dprlhf.updates.privls.sketch import CountSketch
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 __all__ = [
     "ISSP",
     "ORACLES",
     "Contribution",
-    "CountSketch",
     "Exponential",
     "Fit",
     "GaussianOracle",

@@ -12,7 +12,6 @@ from typing import Any
 from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
 from dprlhf.updates.privls.oracle import Contribution
 from dprlhf.updates.privls.projected_sgd import ProjectedSGD
-from dprlhf.updates.privls.sketch import CountSketch
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 GaussianOracle = SufficientStatistics | ImproperBatchSGD | ProjectedSGD
@@ -33,7 +32,6 @@ def make_oracle(name: str, **settings: Any) -> GaussianOracle:
 __all__ = [
     "ORACLES",
     "Contribution",
-    "CountSketch",
     "GaussianOracle",
     "ImproperBatchSGD",
     "ProjectedSGD",

@@ -16,7 +16,6 @@ rest. A user is one vector in that sum, however many examples it has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.protocol import Rows
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.privls import Contribution, CountSketch, make_oracle
+from dprlhf.updates.privls import Contribution, make_oracle
 from dprlhf.updates.privls.oracle import project
 from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION
 from dprlhf.updates.round import P, PrivateRound, R
@@ -81,14 +80,11 @@ def solve(
         batch_size: Number of rows differentiated at once.
     """
     dimension = round_.policy.dimension
-    size = spec.sketch or dimension
-    # Each round has its own projection; with a single one, the policy would stay in a subspace.
-    sketch = CountSketch(dimension, size, f"round {round_.t}") if spec.sketch else None
     oracle = make_oracle(
         spec.name,
         feature_bound=round_.plan.clip_norm,
         target_bound=spec.target_bound or target_bound,
-        radius=spec.radius * math.sqrt(size / dimension),  # lifting makes w longer by √(d/p) or so
+        radius=spec.radius,
         steps=spec.steps,
         step_size=spec.step_size,
         damping=spec.damping or 0.0,
@@ -97,10 +93,9 @@ def solve(
     def solution(read: Read) -> torch.Tensor:
         # An oracle reads released values and nothing else about users.
         release = RoundRelease(
-            round_, examples, sketch, size, batch_size, read, spec.gain, several=oracle.releases > 1
+            round_, examples, dimension, batch_size, read, spec.gain, several=oracle.releases > 1
         )
-        w = oracle.solve(release, size)
-        return project(w if sketch is None else sketch.lift(w), spec.radius)
+        return project(oracle.solve(release, dimension), spec.radius)
 
     return post_process(solution)
 
@@ -114,15 +109,10 @@ def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
     spec = update.least_squares
     if spec is None:
         return
-    if spec.sketch is not None and spec.sketch > dimension:
-        raise DprlhfError(
-            f"update.oracle.sketch {spec.sketch} is more than the adapter's {dimension} dimensions:"
-            " leave it out"
-        )
-    if spec.name == "sufficient-statistics" and (spec.sketch or dimension) > LARGEST_DIMENSION:
+    if spec.name == "sufficient-statistics" and dimension > LARGEST_DIMENSION:
         raise DprlhfError(
             f"update.oracle: sufficient-statistics takes at most {LARGEST_DIMENSION} dimensions,"
-            f" and the adapter has {dimension}: write sketch: 256, or name: projected-sgd"
+            f" and the adapter has {dimension}: write name: projected-sgd"
         )
 
 
@@ -133,8 +123,7 @@ class RoundRelease:
     Attributes:
         round_: The round, whose gate releases the answers.
         examples: The users' features and targets.
-        sketch: Random projection of each feature; None leaves features as they are.
-        size: Dimension of the features after the projection.
+        size: Dimension of the features.
         batch_size: Number of rows differentiated at once.
         read: Returns the tensor inside a ``Released`` for the oracle.
         gain: Factor on users' contributions before they are clipped.
@@ -146,7 +135,6 @@ class RoundRelease:
 
     round_: PrivateRound[Any, Any]
     examples: Private[Examples]
-    sketch: CountSketch | None
     size: int
     batch_size: int
     read: Read
@@ -201,8 +189,6 @@ class RoundRelease:
             rows=given.rows,
         ):
             features = gradients.flatten(0, 1).cpu()
-            if self.sketch is not None:
-                features = self.sketch(features)
             own = np.where(first < 0, 0.0, given.targets[first // given.rows])
             batch = users, first, features, torch.from_numpy(own.ravel()).to(features), last
             needed = len(given.targets) * self.size * features.element_size()

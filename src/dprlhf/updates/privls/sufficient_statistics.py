@@ -106,7 +106,7 @@ class SufficientStatistics:
         if dimension > LARGEST_DIMENSION:
             raise DprlhfError(
                 f"sufficient-statistics: {dimension} dimensions are more than {LARGEST_DIMENSION}:"
-                " use projected-sgd, or a sketch of the features"
+                " use projected-sgd"
             )
         bound, (a, b) = self.feature_bound, self.shares
         released = release(self.statistics, 1.0)
