@@ -19,7 +19,7 @@ from dprlhf.agents.agent import OwnRandomness, Trajectory, call
 from dprlhf.agents.chat import answer_tokens, read_turn
 from dprlhf.agents.rewards import environment_reward, environment_rewards
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.private import rows_to_score, score_responses
 from dprlhf.rollout import Responses

@@ -7,7 +7,7 @@ import numpy as np
 from dprlhf import recipe
 from dprlhf.agents import Agent, AgentSampler
 from dprlhf.data.users import Prompts
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout import sample
 from dprlhf.rollout.logprobs import token_logprobs
 from helpers.agents import add, asked, fail, policy_of

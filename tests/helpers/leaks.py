@@ -46,6 +46,7 @@ TEXT = "zanzibar-7319"
 NUMBER = 1.61803398875
 INTEGER = 918273645546372
 USERS = 12
+SIDE_BY_SIDE = os.cpu_count() or 1
 ROUNDS = 2
 
 REWARD = f"""
@@ -122,7 +123,7 @@ data: {{path: {folder}/prompts.jsonl, user_column: who}}
 rewards: [{{function: "{folder}/rewards.py:careless"}}]
 rollout: {{max_new_tokens: 2, batch_size: 8}}
 update: {{batch_size: 8}}
-privacy: {{epsilon: 8, delta: 1.0e-2}}
+privacy: {{epsilon: 8, delta: 1.0e-2, partition: fixed}}
 rounds: {ROUNDS}
 """)
 
@@ -255,7 +256,7 @@ PLANTED: dict[str, Callable[[], None]] = {
 
 
 def scenario(folder: Path, name: str, prepare: Callable[[], None] | None = None) -> None:
-    """Fork and train through the command line; ``name`` may also name a kind of bad data."""
+    """Train through the command line in a fork; ``name`` may also name a kind of bad data."""
     here = folder / name
     write_data(here / "data", BAD_DATA.get(name))
     recipe(here / "data")
@@ -284,7 +285,6 @@ def scenario(folder: Path, name: str, prepare: Callable[[], None] | None = None)
             sys.stderr.flush()
             (here / "status").write_text(str(code))
             os._exit(0)
-    os.waitpid(child, 0)
 
 
 def longer(rows: list[dict[str, Any]]) -> None:
@@ -300,10 +300,13 @@ BAD_DATA["other-data"] = longer
 def main(folder: Path) -> None:
     prepare_to_fork()
     tiny.save(folder / "model")
-    for name in ["a-careless-reward", *BAD_DATA]:
-        scenario(folder, name)
-    for name, prepare in (CARRIED_ON | FAILURES | PLANTED).items():
+    everything = dict.fromkeys(["a-careless-reward", *BAD_DATA]) | CARRIED_ON | FAILURES | PLANTED
+    for number, (name, prepare) in enumerate(everything.items()):
+        if number >= SIDE_BY_SIDE:
+            os.wait()
         scenario(folder, name, prepare)
+    for _ in range(min(SIDE_BY_SIDE, len(everything))):
+        os.wait()
 
 
 if __name__ == "__main__":

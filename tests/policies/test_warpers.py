@@ -20,7 +20,8 @@ from dprlhf.data.users import Prompts
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies import warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Rows, Sampling, cutoff, truncated, warped, warped_logprobs
+from dprlhf.policies.protocol import Sampling
+from dprlhf.policies.warpers import Rows, cutoff, truncated, warped, warped_logprobs
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.recipe import make_recipe
 
 SETTINGS: dict[str, Any] = {

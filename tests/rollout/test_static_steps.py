@@ -12,8 +12,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from dprlhf import DprlhfError, recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.policies.warpers import Sampling
-from dprlhf.rollout import resolve_batch_size, sampling
+from dprlhf.policies.protocol import Sampling
+from dprlhf.rollout import resolve_batch_size, static_steps
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.static_steps import StaticSteps, captured
 from helpers import tiny
@@ -156,7 +156,7 @@ def test_sampling_gives_the_same_responses(
     settings = {"responses": 4, "batch_size": 8, **changes}
     expected = draw(policy_of("llama"), five(), **settings)
     made = functools.partial(StaticSteps, cuda=Cuda() if graphs else None)
-    monkeypatch.setattr(sampling, "StaticSteps", made)
+    monkeypatch.setattr(static_steps, "StaticSteps", made)
     found = draw(policy_of("llama"), five(), cuda_graphs=True, **settings)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.mask, expected.mask)
@@ -166,7 +166,9 @@ def test_penalties_and_the_shortest_response_hold_as_well(monkeypatch: pytest.Mo
     policy = policy_of("gpt2")
     with policy.sampled_with(Sampling(9, 0.9, 0.01, 1.3)):
         expected = draw(policy, five(), responses=4)
-        monkeypatch.setattr(sampling, "StaticSteps", functools.partial(StaticSteps, cuda=Cuda()))
+        monkeypatch.setattr(
+            static_steps, "StaticSteps", functools.partial(StaticSteps, cuda=Cuda())
+        )
         found = draw(policy, five(), responses=4, cuda_graphs=True)
     assert torch.equal(found.tokens, expected.tokens)
 

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from dprlhf import DprlhfError, recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
+from dprlhf.policies.protocol import Sampling
 from dprlhf.policies.stopping import StopStrings
-from dprlhf.policies.warpers import Sampling
 from dprlhf.rollout import resolve_batch_size
 from dprlhf.rollout import vllm as backend
 from helpers import tiny, vllm_stub

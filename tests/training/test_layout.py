@@ -17,7 +17,7 @@ from dprlhf.policies import kept, warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.loading import make_policy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import layout, made_up_rounds
 from dprlhf.training.layout import check_layout

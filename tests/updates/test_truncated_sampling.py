@@ -12,7 +12,7 @@ import torch
 from dprlhf import recipe
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import log_ratio_to_base

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.example_tokens import pack, split_row
 

@@ -73,6 +73,9 @@ def called(kind: pa.DataType) -> str:
     return "mappings" if pa.types.is_nested(kind) else str(kind)
 
 
+ROWS_AT_ONCE = 10_000
+"""Rows of a column that are read into memory together."""
+
 MOST_BYTES = 2**20
 """Most bytes of a row that is read. A tokenizer takes up to 300 times the memory of a text, so that
 without a bound one user could end a run in the round of its rows."""

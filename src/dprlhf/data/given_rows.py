@@ -11,11 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from dprlhf.data.columns import ROWS_AT_ONCE
+from dprlhf.data.loading import without_format
 from dprlhf.data.spelling import storable, too_nested
 from dprlhf.errors import DprlhfError
-
-ROWS_AT_ONCE = 10_000
-"""Rows of a column that are read into memory together."""
 
 
 def rows_from(prompts: Any, column: str) -> Any:
@@ -213,20 +212,3 @@ def _unified(schemas: Iterable[pa.Schema], column: str | None = None) -> pa.Sche
         held = (schema for schema in schemas if column in schema.names)
         schemas = [pa.schema([schema.field(column)]) for schema in held]
     return pa.unify_schemas(list(schemas), promote_options="permissive")
-
-
-def without_format(rows: Any) -> Any:
-    """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
-
-    A format makes arrays or tables of conversations, and leaves columns out.
-
-    Raises:
-        DprlhfError: It has a transform, a function that changes rows whenever they are read.
-    """
-    if rows.format["type"] == "custom":
-        raise DprlhfError(
-            "prompts: the dataset has a transform (set_transform, with_transform), which would"
-            " change rows each time that they are read: apply it once, with rows.map(…), or take it"
-            " off, with rows.with_format(None)"
-        )
-    return rows.with_format(None)

@@ -23,7 +23,6 @@ from dprlhf.data.file_formats import (
     read_lines,
     with_conversations,
 )
-from dprlhf.data.given_rows import without_format
 from dprlhf.errors import DprlhfError, missing_path, one_line
 from dprlhf.hub import check_connection, split_revision
 
@@ -244,3 +243,20 @@ def listed(numbers: Sequence[int], what: str) -> str:
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def without_format(rows: Any) -> Any:
+    """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
+
+    A format makes arrays or tables of conversations, and leaves columns out.
+
+    Raises:
+        DprlhfError: It has a transform, a function that changes rows whenever they are read.
+    """
+    if rows.format["type"] == "custom":
+        raise DprlhfError(
+            "prompts: the dataset has a transform (set_transform, with_transform), which would"
+            " change rows each time that they are read: apply it once, with rows.map(…), or take it"
+            " off, with rows.with_format(None)"
+        )
+    return rows.with_format(None)

@@ -22,6 +22,7 @@ from dprlhf.boundary import Private
 from dprlhf.data.columns import (
     MOST_BYTES,
     NUMBERS,
+    ROWS_AT_ONCE,
     bytes_of,
     called,
     check_decodable,
@@ -29,7 +30,6 @@ from dprlhf.data.columns import (
     is_json,
     is_text,
 )
-from dprlhf.data.given_rows import ROWS_AT_ONCE
 from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from dprlhf.gradients.micro_batches import (
     micro_batches,
     run_pass,
 )
-from dprlhf.gradients.subspace import Subspace
 from dprlhf.hardware import from_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rollout import Responses, Tick
+
+if TYPE_CHECKING:
+    from dprlhf.gradients.subspace import Subspace
 
 MOST_USERS = 2**16
 """The largest number of users in a round where the caller states no bound of its own."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,11 @@ from dprlhf.policies.chosen_logprobs import chosen_logprobs
 from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
 from dprlhf.policies.kept import Replay, forwards_replaced
 from dprlhf.policies.mixing import refuse_mixing
-from dprlhf.policies.quantization import keep_unpacked
+from dprlhf.policies.protocol import Sampling
 from dprlhf.policies.set_up import SetUp
-from dprlhf.policies.stopping import StopStrings
-from dprlhf.policies.warpers import Rows, Sampling, warped_logprobs
+
+if TYPE_CHECKING:
+    from dprlhf.policies.stopping import StopStrings
 
 
 class CausalLMPolicy:
@@ -443,6 +444,8 @@ class CausalLMPolicy:
         if self.sampling.plain:
             found = chosen_logprobs(logits, chosen, self.temperature)
         else:
+            from dprlhf.policies.warpers import Rows, warped_logprobs  # most runs cut nothing
+
             rows = Rows(tokens, mask, responses)
             found = warped_logprobs(logits, rows, self.sampling, self.temperature)
         return found.view(len(tokens), responses)
@@ -531,3 +534,14 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
     # A token without an embedding is never sampled, and cannot stand for a failed trajectory.
     return sorted(token for token in asked if 0 <= token < rows)
+
+
+def keep_unpacked(model: Any) -> None:
+    """Keep 4-bit weights as they are on a CPU.
+
+    bitsandbytes packs them for inference at the first forward pass in evaluation mode, and what it
+    then calls has no gradient: that of the layers below would silently be missing.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

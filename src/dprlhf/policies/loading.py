@@ -11,10 +11,9 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.causal_lm import CausalLMPolicy, keep_unpacked
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import refuse_mixing
-from dprlhf.policies.quantization import keep_unpacked, quantization_config
 
 
 @default_torch_state()
@@ -161,6 +160,8 @@ def _base_of(spec: recipe.Policy) -> Any:
     settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
     dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if spec.quantization is not None:
+        from dprlhf.policies.quantization import quantization_config
+
         settings["quantization_config"] = quantization_config(spec.quantization, dtype)
     model, loading = AutoModelForCausalLM.from_pretrained(
         resolve(spec.model_name_or_path),

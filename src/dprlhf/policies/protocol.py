@@ -11,11 +11,14 @@ papers' control tasks, with at most some hundred parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from dprlhf import recipe
 
 
 class Rows(Protocol):
@@ -78,3 +81,41 @@ class ExplicitPolicy(Policy, Protocol):
             The users, ``[users]``, none of them twice, and Σ_steps weight · ∇ log π_θ of each row,
             ``[users, rows of each, dimension]``. Users without a row may be left out.
         """
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How scores are changed and cut before a token is drawn; the defaults change nothing.
+
+    Attributes:
+        top_k: Number of the most likely tokens that are kept (with all ties of the last); 0 for
+            all.
+        top_p: The most likely tokens are kept until their probability reaches this.
+        min_p: Tokens are kept that are at least this share as likely as the most likely one.
+        repetition_penalty: Scores of tokens in the prompt and in the response so far are divided by
+            it where they are positive, and multiplied by it where they are negative.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, rollout: recipe.Rollout) -> Sampling:
+        """Return the settings of the recipe's section."""
+        return cls(**{name: getattr(rollout, name) for name in cls.__dataclass_fields__})
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens come from the softmax of the logits as they are."""
+        return self == Sampling()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens have probability zero because others are more likely."""
+        return self != self.untruncated()
+
+    def untruncated(self) -> Sampling:
+        """Return the settings without top-k, top-p and min-p."""
+        return Sampling(repetition_penalty=self.repetition_penalty)

@@ -66,14 +66,3 @@ def quantization_of(config: Any) -> dict[str, str]:
     double = "-double" if config.bnb_4bit_use_double_quant else ""
     dtype = str(config.bnb_4bit_compute_dtype).removeprefix("torch.")
     return {"quantization": config.bnb_4bit_quant_type + double, "dtype": dtype}
-
-
-def keep_unpacked(model: Any) -> None:
-    """Keep 4-bit weights as they are on a CPU.
-
-    bitsandbytes packs them for inference at the first forward pass in evaluation mode, and what it
-    then calls has no gradient: that of the layers below would silently be missing.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,10 @@ from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
-from dprlhf.policies.warpers import truncated, warped
 from dprlhf.rollout.reserved_cache import reserve
-from dprlhf.rollout.static_steps import StaticSteps
+
+if TYPE_CHECKING:
+    from dprlhf.rollout.static_steps import StaticSteps
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2.0**-53
@@ -90,6 +91,8 @@ def draw(
     sampling, step = policy.sampling, written.shape[1]
     if sampling.plain:
         return inverse_cdf(logits, uniforms, policy.temperature)
+    from dprlhf.policies.warpers import truncated, warped
+
     before = None
     if sampling.repetition_penalty != 1:
         before = prompts.repeat_interleave(len(logits) // len(prompts), 0)

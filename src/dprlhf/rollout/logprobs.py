@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout import Responses
 from dprlhf.rollout.batch import in_batches
 from dprlhf.rollout.sampling import prompts_at_once

@@ -22,7 +22,6 @@ from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
 from dprlhf.rollout.decoding import batch_size, decode
-from dprlhf.rollout.static_steps import StaticSteps, check_static
 
 
 class Sampler(Protocol):
@@ -78,10 +77,11 @@ def resolve_batch_size(
         from dprlhf.rollout import vllm
 
         vllm.check_rows(policy, rows=rows, prompt=max_prompt_tokens, response=spec.max_new_tokens)
-    if spec.cuda_graphs:
-        check_static(policy)
-    elif spec.cuda_graphs is None and policy.device.type == "cuda" and spec.agent is None:
-        with contextlib.suppress(DprlhfError):
+    chosen = spec.cuda_graphs is None and policy.device.type == "cuda" and spec.agent is None
+    if spec.cuda_graphs or chosen:
+        from dprlhf.rollout.static_steps import check_static
+
+        with contextlib.suppress(DprlhfError) if chosen else contextlib.nullcontext():
             check_static(policy)
             spec = spec.model_copy(update={"cuda_graphs": spec.backend == "transformers"})
     if spec.batch_size != "auto":
@@ -389,6 +389,8 @@ def generate_rows(
     groups = F.pad(draws.reshape(-1, together, max_new_tokens), (0, 0, 0, 0, 0, 1), value=0.5)
     static = None
     if spec.cuda_graphs:
+        from dprlhf.rollout.static_steps import StaticSteps
+
         assert kept is None, "a graph calls no hook"
         sizes = {"num_generations": together, "max_new_tokens": max_new_tokens}
         static = StaticSteps(policy, size=size, width=width, **sizes)

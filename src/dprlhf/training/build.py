@@ -55,7 +55,6 @@ from dprlhf.runs.opening import (
     open_ledger,
     uncounted,
 )
-from dprlhf.training.callbacks import as_functions, taken
 from dprlhf.training.layout import check_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
@@ -204,7 +203,11 @@ def open_run(
     """
     hush_libraries()  # before transformers is asked for its callbacks, for which it loads PEFT
     processes = Processes.connect()
-    callbacks = taken(callbacks)
+    told: list[Callback] = []
+    if callbacks:
+        from dprlhf.training.callbacks import as_functions, taken
+
+        told = as_functions(taken(callbacks), folder.path, recipe.rounds)
     if create:
         processes.on_main(folder.refuse_to_overwrite)
     with _only_run(), default_torch_state() as put_back_torch_state:
@@ -241,8 +244,9 @@ def open_run(
             stack.enter_context(stage.opened(folder))
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
-            told = [*trackers, *as_functions(callbacks, folder.path, prepared.plan.rounds)]
-            run = _assembled(stage, prepared, folder, key, reservation, gate, told, quiet=quiet)
+            run = _assembled(
+                stage, prepared, folder, key, reservation, gate, [*trackers, *told], quiet=quiet
+            )
             run.put_back_torch_state = put_back_torch_state
             yield run
 

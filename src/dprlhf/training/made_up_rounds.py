@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
 from dprlhf.rollout.sampling import prompts_at_once
-from dprlhf.rollout.static_steps import StaticSteps
+
+if TYPE_CHECKING:
+    from dprlhf.rollout.static_steps import StaticSteps
 
 _STEPS = 4  # decoding steps that are compared
 
@@ -136,7 +138,11 @@ def logits_of(
 def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> StaticSteps | None:
     """Return the run's steps over fixed tensors; None where its steps grow."""
     assert shapes.rollout is not None
-    return StaticSteps(policy, **sizes) if shapes.rollout.cuda_graphs else None
+    if not shapes.rollout.cuda_graphs:
+        return None
+    from dprlhf.rollout.static_steps import StaticSteps
+
+    return StaticSteps(policy, **sizes)
 
 
 def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:

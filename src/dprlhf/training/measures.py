@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import base_logprobs, token_logprobs
 from dprlhf.rollout.sampling import ended

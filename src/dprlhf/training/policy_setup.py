@@ -18,8 +18,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
 from dprlhf.policies.loading import load_policy
-from dprlhf.policies.stopping import StopStrings
-from dprlhf.policies.warpers import Sampling
+from dprlhf.policies.protocol import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
 from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample
@@ -97,7 +96,11 @@ def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:
     """Give a policy the recipe's way of sampling, stop strings and chat template settings."""
     rollout = recipe.rollout
     policy.sampling = Sampling.of(rollout)
-    policy.stop = StopStrings(policy.tokenizer, rollout.stop) if rollout.stop else None
+    policy.stop = None
+    if rollout.stop:
+        from dprlhf.policies.stopping import StopStrings
+
+        policy.stop = StopStrings(policy.tokenizer, rollout.stop)
     policy.chat_template_kwargs = recipe.policy.chat_template_kwargs
     return policy
 

@@ -41,8 +41,6 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
 from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
 from dprlhf.training.evaluation_files import figures, first_samples, samples
-from dprlhf.training.example_tokens import check_template
-from dprlhf.training.judging import judge_scorers
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import (
     Comparison,
@@ -191,7 +189,10 @@ class Reinforcement:
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
-        check_template(self.recipe.data, users, policy)
+        if users.conversations:
+            from dprlhf.training.example_tokens import check_template
+
+            check_template(self.recipe.data, users, policy)
         if self.agent is not None and "chat_template_kwargs" in users.column_names:
             raise DprlhfError(
                 "rollout.agent: conversations of several turns have one template for all rows: set"
@@ -295,9 +296,13 @@ class Reinforcement:
             for r in self.rewards
         ]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
-        self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
-        judging = self.judges.items()
-        self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
+        self.judges = {}
+        if recipe.evaluation is not None and recipe.evaluation.judges:
+            from dprlhf.training.judging import judge_scorers
+
+            self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
+            judging = self.judges.items()
+            self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
         self.telemetry = TelemetryCoordinates.from_plan(plan, recipe.reward_range)
         if recipe.update.subspace is not None:
             from dprlhf.training.guidance import Guidance

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from dprlhf.gradients.clipping import (
     vector_norm,
 )
 from dprlhf.gradients.micro_batches import language_model_rows, user_gradients
-from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
@@ -35,6 +34,9 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
+
+if TYPE_CHECKING:
+    from dprlhf.gradients.subspace import Subspace
 
 Array = NDArray[np.float64]
 P = TypeVar("P", bound=CausalLMPolicy | ExplicitPolicy, default=CausalLMPolicy)
