@@ -26,6 +26,7 @@ RECIPES = {
     "Supervised fine-tuning: `dprlhf sft`": recipe.SFTRecipe,
     "Reward model: `dprlhf reward`": recipe.RewardRecipe,
     "Direct preference optimization: `dprlhf dpo`": recipe.DPORecipe,
+    "Learning from logged feedback: `dprlhf feedback`": recipe.FeedbackRecipe,
 }
 INTRODUCTION = """# Recipes: every key
 

@@ -195,7 +195,7 @@ def train_stage(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> StageResult:
-    """Fit a policy to private documents (SFT) or pairs (DPO), or a reward model to preferences.
+    """Fit a policy to private documents, pairs or feedback, or a reward model to preferences.
 
     Args:
         recipe: The settings of the stage, or their YAML file.
@@ -273,7 +273,8 @@ def load_stage_recipe(
     recipe = load_any_recipe(path, overrides, stage=stage)
     if not isinstance(recipe, StageRecipe):
         raise DprlhfError(
-            f"{path}: not a recipe of a supervised stage: it needs stage: sft, reward or dpo"
+            f"{path}: not a recipe of a supervised stage: it needs stage: sft, reward, dpo or"
+            " feedback"
         )
     return recipe
 

@@ -30,7 +30,7 @@ from dprlhf.audit.noise_tests import SENTENCES, SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import Seen, _kept
 from dprlhf.policies import optimizers
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.recipe import AnyRecipe, DPORecipe, RewardRecipe, SFTRecipe
+from dprlhf.recipe import AnyRecipe, DPORecipe, FeedbackRecipe, RewardRecipe, SFTRecipe
 from dprlhf.runs.folder import RunFolder
 from helpers.broken_gates import BROKEN, SMALL, Noise, break_gate
 from helpers.marks import slow
@@ -323,12 +323,13 @@ def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
         "sft": SFTRecipe(policy=MODEL, data=data, **common),
         "pairs": RewardRecipe(policy=MODEL, data=data, **common),
         "dpo": DPORecipe(policy=MODEL, data=data, **common),
+        "feedback": FeedbackRecipe(policy=MODEL, data=data, **common),
         "labels": RewardRecipe(policy=MODEL, data=labelled, labels=["x", "y", "z"], **common),
     }
 
 
 @pytest.mark.parametrize("adjacency", ["zero-out", slow("replace-one")])
-@pytest.mark.parametrize("stage", ["sft", "pairs", "labels", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "pairs", "labels", "dpo", "feedback"])
 def test_supervised_stages_move_each_canary_where_the_attack_looks(
     stage: str, adjacency: str, tmp_path: Path
 ) -> None:
@@ -336,11 +337,14 @@ def test_supervised_stages_move_each_canary_where_the_attack_looks(
     recipe = stage_recipes(PRIVACY | {"epsilon": math.inf, "adjacency": adjacency})[stage]
     found = audit(recipe, tmp_path / "a", canaries=60, seed=0, quiet=True)
     assert found.right == found.guesses == 60
-    assert (found.stage, found.holds) == (stage if stage in ("sft", "dpo") else "reward", True)
+    assert (found.stage, found.holds) == (
+        {"pairs": "reward", "labels": "reward"}.get(stage, stage),
+        True,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "pairs", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "pairs", "dpo", "feedback"])
 def test_supervised_stages_are_refuted_where_their_gate_is_broken(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

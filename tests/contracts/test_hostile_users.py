@@ -142,6 +142,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "sft": {"prompt": TEXT, "completion": TEXT},
     "reward": {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
     "dpo": {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
+    "feedback": {"prompt": TEXT, "completion": TEXT, "label": (hostile.value, "true")},
 }
 
 
@@ -170,6 +171,7 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
         "sft": lambda: recipe.SFTRecipe.model_validate({"policy": trained, **common}),
         "dpo": lambda: recipe.DPORecipe.model_validate({"policy": trained, **common}),
         "reward": lambda: recipe.RewardRecipe.model_validate({"policy": trained, **common}),
+        "feedback": lambda: recipe.FeedbackRecipe.model_validate({"policy": trained, **common}),
     }
     dprlhf.train_stage(made[stage](), quiet=True)
 

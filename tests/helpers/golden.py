@@ -39,7 +39,10 @@ CHANGES = {
 }
 """What each run of private updates changes in the settings that all share."""
 
-PAIRS = [{"prompt": f"user {i} ", "chosen": "a" * (1 + i % 3), "rejected": "b"} for i in range(40)]
+PAIRS = [
+    {"prompt": f"user {i} ", "chosen": "a" * (1 + i % 3), "rejected": "b", "liked": i % 2}
+    for i in range(40)
+]
 
 
 def private_update(model: str, changes: dict[str, Any], folder: Path) -> None:
@@ -75,10 +78,12 @@ def all_runs(models: Path) -> dict[str, Callable[[Path], None]]:
     adapter = runs.ADAPTER | {"target_modules": ["q_lin", "v_lin"]}
     start = {"model_name_or_path": str(models / "encoder"), "adapter": adapter}
     documents = {"path": "in-memory", "completion_column": "chosen"}
+    logged = documents | {"label_column": "liked"}
     return {
         **{name: partial(private_update, model, changes) for name, changes in CHANGES.items()},
         "sft": partial(stage, "sft", policy=policy, data=documents),
         "dpo": partial(stage, "dpo", policy=policy),
+        "feedback": partial(stage, "feedback", policy=policy, data=logged),
         "reward": partial(stage, "reward", policy=start),
     }
 

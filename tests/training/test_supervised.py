@@ -49,7 +49,7 @@ from helpers.stages import examples, moved, people, preferences, user_sums, wide
 FORM = (
     recipe.Preferences(path="x"),
     pa.schema([(name, pa.string()) for name in ("prompt", "chosen", "rejected")]),
-    None,
+    {},
 )
 
 
@@ -762,20 +762,20 @@ def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     talk = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     parts = pa.list_(pa.struct([("role", pa.string()), ("content", part)]))
     documents = recipe.Documents(path="x")
-    [row] = made_up_rows(
-        documents, pa.schema([("prompt", pa.int64()), ("completion", parts)]), None
-    )
+    [row] = made_up_rows(documents, pa.schema([("prompt", pa.int64()), ("completion", parts)]), {})
     assert isinstance(row.prompts[0], str)
     [[message]] = row.columns["completion"]
     assert (message["role"], message["content"][0]["type"]) == ("assistant", "text")
     whole = recipe.Documents(path="x", completion_column=None)
-    [row] = made_up_rows(whole, pa.schema([("prompt", talk)]), None)
+    [row] = made_up_rows(whole, pa.schema([("prompt", talk)]), {})
     assert [message["role"] for message in row.prompts[0]] == ["user", "assistant"]
     labelled = recipe.Preferences(path="x", label_column="label")
-    [row] = made_up_rows(labelled, pa.schema([("prompt", pa.string()), ("label", pa.int64())]), "2")
+    [row] = made_up_rows(
+        labelled, pa.schema([("prompt", pa.string()), ("label", pa.int64())]), {"label": "2"}
+    )
     assert row.columns == {"label": ["2"]}
     several = pa.schema([("prompt", pa.json_()), ("completion", pa.json_())])
-    made = made_up_rows(documents, several, None)
+    made = made_up_rows(documents, several, {})
     forms = [(row.prompts[0], row.columns["completion"][0]) for row in made]
     assert {tuple(isinstance(x, str) for x in form) for form in forms} == {
         (a, b) for a in (True, False) for b in (True, False)

@@ -275,8 +275,30 @@ def _preferences(
     return changes, rows, None, BanditPolicy(len(signs))
 
 
+def _feedback(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+    plain = {"baseline": 0.0, "reward_range": 1.0}
+    changes = {
+        "policy": settings.Policy(model_name_or_path="bandit"),
+        # With β = 1 each canary's gradient is far above the clip norm.
+        "update": _saturated(recipe).model_copy(update={"beta": 1.0, **plain}),
+        "data": settings.LoggedFeedback(
+            path=IN_MEMORY, user_column=recipe.data.user_column, max_completion_tokens=1
+        ),
+    }
+    labels = [not sign < 0 for sign in signs]
+    shown = [ANSWERS[0]] * len(signs)
+    rows = _rows(recipe.data, _texts(signs), completion=shown, label=labels)
+    return changes, rows, None, BanditPolicy(len(signs))
+
+
 _STAGES: dict[str, Callable[[AnyRecipe, Array], tuple[dict[str, Any], Any, Any, CausalLMPolicy]]]
-_STAGES = {"rl": _updates, "sft": _fine_tuning, "reward": _reward_model, "dpo": _preferences}
+_STAGES = {
+    "rl": _updates,
+    "sft": _fine_tuning,
+    "reward": _reward_model,
+    "dpo": _preferences,
+    "feedback": _feedback,
+}
 """The settings, rows, reward and small model of each stage, by the ``stage`` of its recipe."""
 
 

@@ -55,7 +55,7 @@ class Audit:
         right: Number of right guesses.
         space: Where the canaries stand, ``gradient`` or ``prompt``; see
             :mod:`dprlhf.audit.one_run`.
-        stage: The recipe's stage: ``rl``, ``sft``, ``reward`` or ``dpo``.
+        stage: The recipe's stage: ``rl``, ``sft``, ``reward``, ``dpo`` or ``feedback``.
         partition: The recipe's partition.
         update: The recipe's update, or its stage where that is supervised.
         confidence: Probability, at least, with which no test refutes a claim that is true and both

@@ -27,7 +27,7 @@ class Spending:
     Attributes:
         run: Commitment to the run's key, which identifies the run.
         name: Name of the run's folder.
-        stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``.
+        stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``, ``feedback``.
         mechanism: What the whole run releases; None where users are only enrolled.
         times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
             where users are only enrolled.

@@ -19,6 +19,7 @@ PROMPT_COLUMNS = {
     "sft": ("prompt", "messages", "text"),
     "reward": ("prompt",),
     "dpo": ("prompt", "chosen"),
+    "feedback": ("prompt",),
 }
 """The columns that are taken for the prompts' without being named, the first that is there."""
 
@@ -150,8 +151,10 @@ def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | N
     names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     if stage == "sft" and names and "completion" not in names:
         found["completion_column"] = None  # the loss is taken on whole texts
-    lacking = {"chosen", "rejected"} - {*names}
-    if stage in ("reward", "dpo") and names and lacking:
+    pair = ("chosen", "rejected")
+    needed = {"reward": pair, "dpo": pair, "feedback": ("completion", "label")}.get(stage, ())
+    lacking = {*needed} - {*names}
+    if names and lacking:
         raise DprlhfError(
             f"prompts {prompts!r}: there is no column {min(lacking)!r}; the columns are"
             f" {', '.join(names)}"

@@ -32,7 +32,7 @@ COMMANDS = {
     },
     "Training": {
         "train": "train", "tune": "tune", "resume": "train", "sft": "train", "reward": "train",
-        "dpo": "train",
+        "dpo": "train", "feedback": "train",
     },
     "After a run": {
         "report": "folders", "comply": "folders", "generate": "folders", "merge": "folders",

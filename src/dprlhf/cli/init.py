@@ -29,7 +29,7 @@ _ABOUT = {
 }
 """What a recipe says above a section."""
 
-_RATES = {"sft": 0.01, "reward": 0.003, "dpo": 0.01}
+_RATES = {"sft": 0.01, "reward": 0.003, "dpo": 0.01, "feedback": 0.01}
 """Learning rate of each supervised stage, as in the recipes of the pipeline."""
 
 

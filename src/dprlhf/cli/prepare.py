@@ -40,7 +40,7 @@ PromptColumn = Annotated[
 StageName = Annotated[
     str,
     typer.Option(
-        help="What the recipe is for: rl (dprlhf train), sft, reward or dpo.",
+        help="What the recipe is for: rl (dprlhf train), sft, reward, dpo or feedback.",
         callback=take_stage,
         is_eager=True,  # it decides which questions are asked
     ),

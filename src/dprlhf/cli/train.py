@@ -1,4 +1,4 @@
-"""The commands that train: ``train``, ``sft``, ``reward``, ``dpo``, and ``resume`` for all."""
+"""The commands that train: ``train``, the supervised stages, and ``resume`` for all."""
 
 from __future__ import annotations
 
@@ -91,6 +91,17 @@ def dpo(
 ) -> None:
     """Fine-tune a language model on private preference pairs (DPO), without a reward model."""
     _train_stage("dpo", recipe, overrides, output_dir, dry_run, as_json)
+
+
+def feedback(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: feedback.")],
+    overrides: Overrides = None,
+    output_dir: OutputDir = None,
+    dry_run: DryRun = False,
+    as_json: PlanAsJson = False,
+) -> None:
+    """Fine-tune a language model on logged feedback: what was shown, and what users did with it."""
+    _train_stage("feedback", recipe, overrides, output_dir, dry_run, as_json)
 
 
 def _train_stage(

@@ -299,7 +299,8 @@ class Users:
         if first is not None:
             rows = rows.select(range(min(first, len(rows))))
         rows = self._of_bounded_size(rows)
-        texts = [c for c in self._columns if c != getattr(spec, "label_column", None)]
+        beside = {getattr(spec, key, None) for key in ("label_column", "logprob_column")}
+        texts = [c for c in self._columns if c not in beside]
         if not self.with_prompts:
             texts = sorted(set(texts) - {"environment", user_column})
         named = [user_column] if user_column in rows.column_names else []

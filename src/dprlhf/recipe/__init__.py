@@ -15,7 +15,14 @@ from dprlhf.recipe.base import (
     Settings,
     experimental,
 )
-from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences, PublicData
+from dprlhf.recipe.data import (
+    Data,
+    Documents,
+    LoggedFeedback,
+    PreferencePairs,
+    Preferences,
+    PublicData,
+)
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.loading import (
     AnyRecipe,
@@ -51,7 +58,14 @@ from dprlhf.recipe.updates import (
 )
 
 if TYPE_CHECKING:
-    from dprlhf.recipe.supervised import STAGES, DPORecipe, RewardRecipe, SFTRecipe, StageRecipe
+    from dprlhf.recipe.supervised import (
+        STAGES,
+        DPORecipe,
+        FeedbackRecipe,
+        RewardRecipe,
+        SFTRecipe,
+        StageRecipe,
+    )
 
 __all__ = [
     "ADAPTERS",
@@ -72,6 +86,8 @@ __all__ = [
     "Documents",
     "Evaluation",
     "Experimental",
+    "FeedbackRecipe",
+    "LoggedFeedback",
     "Optimizer",
     "Oracle",
     "Policy",
@@ -107,7 +123,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: a run of private updates needs no supervised stage.
-    if name not in ("STAGES", "DPORecipe", "RewardRecipe", "SFTRecipe", "StageRecipe"):
+    if name != "STAGES" and not name.endswith("Recipe"):
         raise AttributeError(f"module 'dprlhf.recipe' has no attribute {name!r}")
     from dprlhf.recipe import supervised
 

@@ -103,6 +103,29 @@ class Documents(Data):
         return tuple(c for c in (self.prompt_column, self.completion_column) if c is not None)
 
 
+class LoggedFeedback(Documents):
+    """Completions that users were shown, with what each of them did, in TRL's unpaired format.
+
+    Attributes:
+        completion_column: Column of the completions that were shown, text or messages.
+        label_column: Column of the feedback, true or false or a number: true is 1, false is −1. How
+            it counts, ``update.baseline`` and ``update.reward_range`` say.
+        logprob_column: Column of the log-probability, at most 0, of the whole completion and its
+            end under the policy that wrote it. Null takes the model that the run starts from for
+            that policy. A completion that is longer than ``max_completion_tokens`` is left out.
+    """
+
+    completion_column: str = "completion"
+    label_column: str = "label"
+    logprob_column: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that every row must have, without the user column."""
+        logged = (self.logprob_column,) if self.logprob_column is not None else ()
+        return self.prompt_column, self.completion_column, self.label_column, *logged
+
+
 class Preferences(Data):
     """Preference pairs (a chosen and a rejected completion), or texts with a label.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings, changed
-from dprlhf.recipe.data import Data, Documents, PreferencePairs, Preferences
+from dprlhf.recipe.data import Data, Documents, LoggedFeedback, PreferencePairs, Preferences
 from dprlhf.recipe.evaluation import LossEvaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
@@ -234,24 +234,15 @@ NOT_OFFERED = {
     "ld_alpha": "all tokens of a completion count alike",
     "use_weighting": "pairs are not weighted",
     "loss_weights": "one loss is taken",
-    "label_smoothing": "losses take labels as they are: sigmoid, hinge or ipo",
+    "label_smoothing": "losses take labels as they are",
     "max_length": "set data.max_prompt_tokens and data.max_completion_tokens",
 }
-"""Settings of TRL's ``DPOConfig`` that are refused, each with the reason or what to do instead."""
+"""Settings of TRL's ``DPOConfig`` and ``KTOConfig`` that are refused, each with what to do
+instead, or the reason."""
 
 
-class DPOUpdate(Supervised):
-    """The DPO loss (arXiv 2305.18290) and how its gradient is clipped, with TRL's names.
-
-    Attributes:
-        beta: Strength β of the implicit KL penalty against the reference, the policy with its
-            adapter off; for ``ipo`` the parameter τ.
-        loss_type: Loss of a pair as in TRL: ``sigmoid`` (DPO), ``hinge`` (SLiC) or ``ipo`` (mean
-            over tokens). Losses that compare pairs of a batch, such as ``aot``, would couple users.
-    """
-
-    beta: PositiveFloat = 0.1
-    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+class _NamedAsInTRL(Supervised):
+    """Settings of a loss by TRL's names; those of TRL that are not offered are refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -265,6 +256,20 @@ class DPOUpdate(Supervised):
         if isinstance(kinds, list) and len(kinds) == 1:  # TRL writes a list
             return {**given, "loss_type": kinds[0]}
         return given
+
+
+class DPOUpdate(_NamedAsInTRL):
+    """The DPO loss (arXiv 2305.18290) and how its gradient is clipped, with TRL's names.
+
+    Attributes:
+        beta: Strength β of the implicit KL penalty against the reference, the policy with its
+            adapter off; for ``ipo`` the parameter τ.
+        loss_type: Loss of a pair as in TRL: ``sigmoid`` (DPO), ``hinge`` (SLiC) or ``ipo`` (mean
+            over tokens). Losses that compare pairs of a batch, such as ``aot``, would couple users.
+    """
+
+    beta: PositiveFloat = 0.1
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
 
 
 class DPORecipe(StageRecipe):
@@ -292,9 +297,64 @@ class DPORecipe(StageRecipe):
         return "fitted to private preference pairs by DPO"
 
 
+class FeedbackUpdate(_NamedAsInTRL):
+    """What is learnt from logged feedback, and how its gradient is clipped.
+
+    Feedback r counts as its distance A from ``baseline``, clipped to ± ``reward_range``; true is 1,
+    and false is −1.
+
+    Attributes:
+        loss_type: ``policy_gradient``: the truncated off-policy gradient. ``kto`` (arXiv
+            2402.01306) and ``apo_zero_unpaired`` as in TRL, with A > 0 as desirable and A < 0 as
+            undesirable; the reference point of ``kto`` comes from the public rows alone.
+        baseline: Feedback that says nothing, a public number; with labels 0 and 1 take 0.5.
+        reward_range: Bound R on A, which is clipped to [−R, R].
+        max_ratio: Bound c on the importance ratio of ``policy_gradient``, a geometric mean over the
+            tokens of a completion.
+        beta: Strength β of the implicit KL penalty against the reference, in the two KTO losses.
+        desirable_weight: Weight of desirable completions in the two KTO losses.
+        undesirable_weight: Weight of undesirable completions in the two KTO losses.
+    """
+
+    loss_type: Literal["policy_gradient", "kto", "apo_zero_unpaired"] = "policy_gradient"
+    baseline: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    reward_range: PositiveFloat = 1.0
+    max_ratio: Annotated[float, Field(ge=1)] = 2.0
+    beta: PositiveFloat = 0.1
+    desirable_weight: PositiveFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
+
+
+class FeedbackRecipe(StageRecipe):
+    """All settings of ``dprlhf feedback``: what users did with what they were shown.
+
+    Attributes:
+        stage: ``feedback``.
+        policy: The language model that is trained, and its adapter; with the adapter off it is the
+            policy that wrote the completions, unless the rows have log-probabilities.
+    """
+
+    hub_tag: ClassVar[str] = "feedback"
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "a completion is data of the user who saw it alone: what wrote it was not fitted on the"
+        " users, or at a cost that the total counts",
+    )
+
+    stage: Literal["feedback"] = "feedback"
+    policy: Policy
+    data: LoggedFeedback
+    update: FeedbackUpdate = FeedbackUpdate()
+
+    @property
+    def purpose(self) -> str:
+        """How the adapter was trained, for the model card."""
+        return "fitted to private feedback on logged responses"
+
+
 STAGES: dict[str, type[StageRecipe]] = {
     "sft": SFTRecipe,
     "reward": RewardRecipe,
     "dpo": DPORecipe,
+    "feedback": FeedbackRecipe,
 }
 """The supervised stages by name; a recipe without a ``stage`` is one of private updates."""

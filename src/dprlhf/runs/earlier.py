@@ -35,7 +35,8 @@ class Record:
     Attributes:
         run: Commitment to the run's key, which identifies the run.
         name: Name of the run's folder.
-        stage: Kind of run: ``sft``, ``reward``, ``dpo``, or ``rl`` for private updates.
+        stage: Kind of run: ``sft``, ``reward``, ``dpo``, ``feedback``, or ``rl`` for private
+            updates.
         unit: The column that names the user; None where each row is a user.
         delta: The δ that it was planned at.
         mechanism: Fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise multiplier

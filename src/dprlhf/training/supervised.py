@@ -1,4 +1,4 @@
-"""The supervised stages of a private pipeline: ``dprlhf sft``, ``dprlhf reward``, ``dprlhf dpo``.
+"""The supervised stages: ``dprlhf sft``, ``dprlhf reward``, ``dprlhf dpo``, ``dprlhf feedback``.
 
 The gradient of a user's loss, over all of its rows, is clipped to the norm S; a round releases the
 noised sum over its users through the same gate, charged to the same kind of ledger, as a private
@@ -165,10 +165,13 @@ class Supervised:
         A row that lacks a value, or has an unknown label, is found as it is read, and contributes
         nothing.
         """
+        self._made_up = made_up_rows(self.recipe.data, rows.features.arrow_schema, self._usual)
+
+    @property
+    def _usual(self) -> dict[str, Any]:
+        """A value of each column whose values are no texts, for a made-up row."""
         labels = self.recipe.head_labels
-        self._made_up = made_up_rows(
-            self.recipe.data, rows.features.arrow_schema, labels[0] if labels else None
-        )
+        return {str(getattr(self.recipe.data, "label_column", None)): labels[0]} if labels else {}
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse rows of a form that cannot be read."""

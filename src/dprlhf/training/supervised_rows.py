@@ -46,19 +46,19 @@ def _column_keys(data: Data) -> list[str]:
 _ASKED, _ANSWERS = "How is the weather today?", ("It rains.", "The sun is out.")
 
 
-def made_up_rows(data: Data, schema: pa.Schema, label: str | None) -> list[Prompts]:
+def made_up_rows(data: Data, schema: pa.Schema, usual: dict[str, Any]) -> list[Prompts]:
     """Return made-up rows of the form that the types of the users' columns give.
 
     Args:
         data: The section of the users' rows.
         schema: The types of their columns, which are public.
-        label: One of the labels; None for data without.
+        usual: A value of each column whose values are no texts, such as that of the labels.
 
     Returns:
         A single row in each form that the users' rows may have: of a column with values of several
         kinds, texts and messages.
     """
-    unmade = (data.prompt_column, getattr(data, "label_column", None))
+    unmade = {data.prompt_column, getattr(data, "label_column", None), *usual}
     named = [getattr(data, key) for key in _column_keys(data)]
     others = [column for column in named if column not in unmade]
     implicit = getattr(data, "implicit_prompt", False)
@@ -73,13 +73,13 @@ def made_up_rows(data: Data, schema: pa.Schema, label: str | None) -> list[Promp
         for column, answer in zip(others, cycle(reversed(_ANSWERS)), strict=False)
     ]
     first = np.zeros(1, dtype=np.int64)
-    labels = {} if label is None else {str(unmade[1]): [label]}
+    values = {column: [value] for column, value in usual.items()}
     return [
         Prompts(
             [prompt if isinstance(prompt, list) else str(prompt)],
             first,
             first,
-            {column: [value] for column, value in zip(others, rest, strict=True)} | labels,
+            {column: [value] for column, value in zip(others, rest, strict=True)} | values,
         )
         for prompt, *rest in product(asked, *answers)
     ]

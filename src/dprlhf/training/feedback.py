@@ -1,0 +1,268 @@
+"""Learning from logged feedback: what users did with what they were shown (``dprlhf feedback``).
+
+A row is a completion y that a policy μ wrote and one user saw, and that user's feedback r. The
+gradient of a user's loss, its mean over the user's own rows, is clipped as in every stage; nothing
+compares two users. With A = r − b, b a public constant, and Δ = log π(y|x) − log μ(y|x):
+
+- ``policy_gradient`` takes min(π/μ, c) A ∇ log π. Of n tokens the ratio of the whole completion is
+  a product: the log of it grows with n, and of a long text nearly every ratio is 0 or cut to c. So
+  it is, as in GSPO (arXiv 2507.18071), the geometric mean over tokens exp(Δ/n), and ∇ log π counts
+  by 1/n. The price is bias: the gradient is that of E_μ[exp(Δ/n) A], which agrees with that of the
+  policy's value, scaled by 1/n, at π = μ and to first order in n = 1 alone.
+- ``kto`` (arXiv 2402.01306) is TRL's loss λ (1 − σ(±β(Δ − z₀))). There z₀, the KL divergence, is a
+  mean over the batch; with a guarantee for one user it must not be. Here it is a mean over PUBLIC
+  rows, each with another row's completion, under the weights that were released; without public
+  rows it is 0, the loss that TRL calls ``apo_zero_unpaired``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dprlhf.data.columns import called, is_json, is_text
+from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.loading import load_policy
+from dprlhf.recipe import FeedbackRecipe
+from dprlhf.recipe.base import changed
+from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
+from dprlhf.training.run import PreparedRun
+from dprlhf.training.supervised import Supervised
+from dprlhf.training.tasks import NextTokens
+
+Array = NDArray[np.float64]
+
+_COMPARED = 64
+"""Most public rows over which the reference point of KTO is a mean."""
+
+
+def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> Supervised:
+    """Return the stage of ``dprlhf feedback``."""
+    data = recipe.data
+    return FromFeedback(
+        recipe,
+        Reactions(recipe),
+        tokens=data.max_prompt_tokens + data.max_completion_tokens,
+        widths=(data.max_prompt_tokens, data.max_completion_tokens),
+        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
+    )
+
+
+class Reactions:
+    """The losses of logged feedback and their derivatives, as weights of log-probabilities.
+
+    Args:
+        spec: The recipe: the columns, and the settings of the loss.
+    """
+
+    rows = 1
+    metrics: tuple[str, ...] = ("loss",)
+
+    def __init__(self, spec: FeedbackRecipe) -> None:
+        self._data = spec.data
+        self._update = spec.update
+        self._shown = NextTokens(spec.data)
+        self._compared: Responses | None = None
+
+    def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
+        """Return a row for each completion, with its A and what is logged of its likelihood.
+
+        Raises:
+            DprlhfError: A row has no feedback, or no log-probability. The message quotes none.
+        """
+        extra, column = self._logged(examples), self._data.logprob_column
+        if column is not None and any(self._shown.cut(model, examples)):
+            raise DprlhfError(
+                "a completion, or its prompt, is longer than what is kept, so that its"
+                f" {column!r} is that of another text: raise data.max_completion_tokens or"
+                " data.max_prompt_tokens"
+            )
+        encoded = self._shown.encode(model, examples)
+        return Responses(**{**vars(encoded), "extra": extra})
+
+    def _logged(self, examples: Prompts) -> dict[str, list[Any]]:
+        """Return A of each row, and its log-probability where there is a column of them."""
+        data, columns = self._data, examples.columns
+        reactions = [reaction(value, data.label_column) for value in columns[data.label_column]]
+        bound = self._update.reward_range
+        counts = np.clip(np.array(reactions) - self._update.baseline, -bound, bound)
+        logged: dict[str, list[Any]] = {"counts": counts.tolist()}
+        if (name := data.logprob_column) is not None:
+            logged["logged"] = [log_probability(value, name) for value in columns[name]]
+        return logged
+
+    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
+        """Return for each row whether its prompt or its completion is cut.
+
+        Raises:
+            DprlhfError: A row has no feedback, or no log-probability.
+        """
+        self._logged(examples)
+        return self._shown.cut(model, examples)
+
+    def compare_with(self, model: CausalLMPolicy, public: Prompts) -> None:
+        """Take the reference point of ``kto`` from PUBLIC rows: each prompt, another's completion.
+
+        Args:
+            model: The model, whose tokenizer is used.
+            public: The rows of the evaluation.
+        """
+        some, column = public.first(_COMPARED), self._data.completion_column
+        others = some.columns[column]
+        others = [*others[-1:], *others[:-1]]
+        self._compared = self._shown.encode(
+            model, some.changed(columns={**some.columns, column: others})
+        )
+
+    def reference_point(self, model: CausalLMPolicy, batch_size: int) -> float:
+        """Return z₀ under the model as it is: max(0, mean Δ) over public rows; 0 without any."""
+        if self._compared is None or self._update.loss_type != "kto":
+            return 0.0
+        gained = log_ratio_to_base(model, self._compared, batch_size).sum(1)
+        return max(0.0, float(gained.mean()))
+
+    def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+        """Return minus the derivative of the user's mean loss by each log-probability, ``[rows]``.
+
+        It depends on the user's own rows, on public rows and on the model alone.
+        """
+        _, slopes = self._of_rows(model, encoded, batch_size)
+        rows = np.bincount(encoded.user, minlength=encoded.users)[encoded.user]
+        shares: Array = slopes / rows
+        return shares
+
+    def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
+        """Return the loss of each row, ``[rows]``; of ``policy_gradient`` −min(ratio, c) A."""
+        return [self._of_rows(model, encoded, batch_size)[0]]
+
+    def _of_rows(
+        self, model: CausalLMPolicy, encoded: Responses, batch_size: int
+    ) -> tuple[Array, Array]:
+        """Return each row's loss, and minus its derivative by log π(y|x), ``[rows]`` each."""
+        update, counts = self._update, np.array(encoded.extra["counts"], dtype=np.float64)
+        gained = log_ratio(model, encoded, batch_size)
+        if update.loss_type == "policy_gradient":
+            tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
+            kept = np.exp(np.minimum(gained / tokens, math.log(update.max_ratio))) * counts
+            return -kept, kept / tokens
+        side = np.sign(counts)
+        weight = np.where(side > 0, update.desirable_weight, update.undesirable_weight)
+        weight = weight * np.abs(side)
+        ahead = side * update.beta * (gained - self.reference_point(model, batch_size))
+        missing = np.exp(-np.logaddexp(0, ahead))  # 1 − σ
+        return weight * missing, weight * side * update.beta * missing * (1 - missing)
+
+
+def log_ratio(model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
+    """Return Δ = log π(y|x) − log μ(y|x) of each completion, ``[rows]``.
+
+    μ is the policy with its adapter off, or what is logged of the policy that wrote the completion.
+    """
+    gained: Array
+    if "logged" in encoded.extra:
+        now = token_logprobs(model, encoded, batch_size).sum(1)
+        gained = now - np.array(encoded.extra["logged"], dtype=np.float64)
+    else:
+        gained = log_ratio_to_base(model, encoded, batch_size).sum(1)
+    return gained
+
+
+def reaction(value: Any, column: str) -> float:
+    """Return a row's feedback as a number: true is 1, false is −1, and a number is itself.
+
+    A file with a stray word in this column has texts throughout, so texts are read, too.
+
+    Raises:
+        DprlhfError: It is neither. The message does not quote it.
+    """
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        value = value.strip().lower() == "true"
+    if isinstance(value, bool):
+        return 1.0 if value else -1.0
+    number = _number(value)
+    if number is None:
+        raise DprlhfError(
+            f"data.label_column {column!r}: a row's feedback is none of true, false and the numbers"
+        )
+    return number
+
+
+def log_probability(value: Any, column: str) -> float:
+    """Return a row's log-probability.
+
+    Raises:
+        DprlhfError: It is no number, or above 0. The message does not quote it.
+    """
+    number = None if isinstance(value, bool) else _number(value)
+    if number is None or number > 0:
+        raise DprlhfError(
+            f"data.logprob_column {column!r}: a row's log-probability is no number up to 0"
+        )
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number, also one that is written as text; None for anything else."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+class FromFeedback(Supervised):
+    """The stage of ``dprlhf feedback``; see :class:`Supervised`."""
+
+    recipe: FeedbackRecipe
+    task: Reactions
+
+    @property
+    def _usual(self) -> dict[str, Any]:
+        data = self.recipe.data
+        logged = {} if data.logprob_column is None else {data.logprob_column: -1.0}
+        return {data.label_column: True, **logged}
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warn that numbers as labels may need another middle or range than the default."""
+        update = self.recipe.update
+        if not self._numbers or changed(update, "baseline") or changed(update, "reward_range"):
+            return []
+        return [
+            f"data.label_column {self.recipe.data.label_column!r} holds numbers: a label of"
+            f" {update.baseline:g} says nothing (update.baseline), and what is further from it than"
+            f" {update.reward_range:g} counts as that (update.reward_range); with labels 0 and 1,"
+            " set update.baseline=0.5"
+        ]
+
+    def check_rows(self, rows: Any) -> None:
+        """Also refuse columns whose type, which is public, holds neither truth values nor numbers.
+
+        Raises:
+            DprlhfError: There is one.
+        """
+        data, schema = self.recipe.data, rows.features.arrow_schema
+        for key, column in (("label", data.label_column), ("logprob", data.logprob_column)):
+            kind = None if column is None else schema.field(column).type
+            if kind is not None and not (is_text(kind) or is_json(kind)):
+                raise DprlhfError(
+                    f"data.{key}_column {column!r} holds {called(kind)}: give"
+                    f" {'true and false, or numbers' if key == 'label' else 'numbers up to 0'}"
+                )
+        kind = schema.field(data.label_column).type
+        self._numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        super().check_rows(rows)
+
+    def settle(self, prepared: PreparedRun) -> None:
+        """Also take the public rows of KTO's reference point."""
+        super().settle(prepared)
+        if self.public is not None:
+            self.task.compare_with(prepared.policy, self.public)

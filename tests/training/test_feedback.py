@@ -1,0 +1,308 @@
+"""Logged feedback: gradients of users against autograd in float64, TRL's loss, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.training.feedback import Reactions, log_probability, reaction
+from helpers import runs, tiny
+from helpers.rounds import flat_gradient
+from helpers.runs import ADAPTER
+from helpers.stages import examples, moved, user_sums, wide_policy
+
+DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
+ROWS = [
+    {"user": u, "prompt": p, "completion": c, "label": f, "logprob": q}
+    for u, p, c, f, q in [
+        ("a", "is it ", "good", 1.0, -26.0), ("b", "so ", "far so very good", -1.0, -80.0),
+        ("b", "a prompt that is longer ", "yes", 0.25, -14.0), ("c", "once ", "not", -0.5, -31.0),
+        ("b", "then ", "no", 1.0, -19.0), ("c", "and ", "again", 3.0, -29.0),
+    ]
+]  # fmt: skip
+PUBLIC = [
+    {"prompt": p, "completion": c, "label": f}
+    for p, c, f in [("say ", "eee", True), ("or ", "ll", False), ("but ", "yxe", True)]
+]
+LOSSES: dict[str, dict[str, Any]] = {
+    "policy_gradient": {"max_ratio": 1.02, "baseline": 0.125},
+    "kto": {"beta": 0.5, "desirable_weight": 0.7, "undesirable_weight": 1.5},
+    "apo_zero_unpaired": {"beta": 0.5},
+}
+each_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+def settings(loss: str = "policy_gradient", **changes: Any) -> recipe.FeedbackRecipe:
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": "x", "adapter": ADAPTER},
+        "data": DATA,
+        "update": {"loss_type": loss, **LOSSES[loss]},
+        "privacy": {"epsilon": 8.0},
+        "rounds": 4,
+    }
+    return recipe.FeedbackRecipe.model_validate(values | changes)
+
+
+def task_of(spec: recipe.FeedbackRecipe, trained: CausalLMPolicy) -> Reactions:
+    made = Reactions(spec)
+    public = recipe.LoggedFeedback(path="x")
+    made.compare_with(trained, examples(PUBLIC, public))
+    return made
+
+
+def sums(
+    spec: recipe.FeedbackRecipe, rows: list[dict[str, Any]], clip_norm: float, batch_size: int = 4
+) -> torch.Tensor:
+    trained = wide_policy(0.3)
+    found = examples(rows, spec.data)
+    return user_sums(task_of(spec, trained), trained, found, clip_norm, batch_size)[0]
+
+
+def gained(trained: CausalLMPolicy, prompt: str, completion: str) -> tuple[Any, Any, int]:
+    """Return log π and log μ of a completion and its end, and the number of tokens."""
+    before = trained.tokenizer(prompt)["input_ids"]
+    learnt = [*trained.tokenizer(completion)["input_ids"], 0]
+    start = len(before) - 1
+
+    def logprob() -> torch.Tensor:
+        logits = trained.model(input_ids=torch.tensor([before + learnt])).logits[0]
+        places = range(start, start + len(learnt))
+        return torch.log_softmax(logits, -1)[places, learnt].sum()
+
+    with torch.no_grad(), trained.base():
+        reference = logprob()
+    return logprob(), reference, len(learnt)
+
+
+def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.FeedbackRecipe) -> Any:
+    update = spec.update
+    now, reference, tokens = gained(trained, row["prompt"], row["completion"])
+    if spec.data.logprob_column is not None:
+        reference = row["logprob"]
+    bound = update.reward_range
+    counts = min(max(row["label"] - update.baseline, -bound), bound)
+    if update.loss_type == "policy_gradient":
+        ratio = torch.exp((now - reference) / tokens).detach().clamp(max=update.max_ratio)
+        return -ratio * counts * now / tokens
+    z0 = 0.0
+    if update.loss_type == "kto":
+        shifted = zip(PUBLIC, [PUBLIC[-1], *PUBLIC[:-1]], strict=True)
+        pairs = [gained(trained, a["prompt"], b["completion"]) for a, b in shifted]
+        z0 = max(0.0, float(sum(new - old for new, old, _ in pairs).detach()) / len(pairs))
+        assert z0 > 0
+    side = math.copysign(1, counts)
+    weight = update.desirable_weight if side > 0 else update.undesirable_weight
+    return weight * (1 - torch.sigmoid(side * update.beta * (now - reference - z0)))
+
+
+@pytest.mark.parametrize("logged", [None, "logprob"])
+@each_loss
+def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_rows(
+    loss: str, logged: str | None
+) -> None:
+    spec, trained = settings(loss, data={**DATA, "logprob_column": logged}), wide_policy(0.3)
+    of_user = {}
+    for user in "abc":
+        own = torch.stack([row_loss(trained, r, spec) for r in ROWS if r["user"] == user])
+        of_user[user] = -flat_gradient(trained, own.mean())
+    norms = sorted(float(g.norm()) for g in of_user.values())
+    for clip_norm in (1e6, norms[1] * 0.9):
+        expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in of_user.values())
+        found = sums(spec, ROWS, clip_norm)
+        # Where it clips, S is made smaller by the margin for rounding.
+        error = 1e-11 if clip_norm > norms[-1] else 2e-6
+        assert float((found - expected).norm()) < error * norms[-1]
+
+
+@each_loss
+def test_the_weights_are_the_slopes_of_the_losses(loss: str) -> None:
+    """Without a cut ratio, by central differences of the losses themselves."""
+    update = LOSSES[loss] | {"loss_type": loss, "max_ratio": 1e6}
+    spec, trained = settings(loss, update=update), wide_policy(0.3)
+    task, rows = Reactions(spec), examples(ROWS, spec.data)  # z₀ is no part of the derivative
+    total, encoded = user_sums(task, trained, rows, 1e6)
+    torch.manual_seed(2)
+    along = [torch.randn_like(p) for p in trained.parameters.values()]
+    ends = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            for parameter, way in zip(trained.parameters.values(), along, strict=True):
+                parameter.add_(step * way)
+        losses = task.losses(trained, encoded, 3)[0]
+        sizes = np.bincount(encoded.user)
+        ends.append(float((losses / sizes[encoded.user]).sum()))
+    slope = (ends[0] - ends[1]) / 2e-5
+    expected = -float(total @ torch.cat([way.flatten() for way in along]))
+    assert slope == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("user", ["a", "b"])
+@each_loss
+def test_one_user_fewer_moves_the_sum_by_its_own_part(loss: str, user: str) -> None:
+    spec = settings(loss)
+    own = [r for r in ROWS if r["user"] == user]
+    others = [r for r in ROWS if r["user"] != user]
+    whole, fewer, alone = (sums(spec, rows, 1e-3) for rows in (ROWS, others, own))
+    assert 0.99e-3 < float((whole - fewer).norm()) <= 1e-3 * (1 + 1e-9)
+    torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
+
+
+@each_loss
+def test_a_ratio_counts_at_most_its_bound(loss: str) -> None:
+    """However unlikely a completion is said to have been, its weight is bounded."""
+    data = {**DATA, "logprob_column": "logprob"}
+    spec = settings(loss, data=data)
+    rows = [{**r, "logprob": -1e6} for r in ROWS]
+    trained = wide_policy(0.3)
+    task = Reactions(spec)
+    weights = task.weights(trained, task.encode(trained, examples(rows, spec.data)), 4)
+    assert np.abs(weights).max() <= spec.update.max_ratio * spec.update.reward_range
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_the_loss_is_that_of_trl(loss: str, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    trained, spec = wide_policy(0), settings(loss)
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = "!"
+    update = LOSSES[loss]
+    config = KTOConfig(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type=loss,
+        gradient_checkpointing=False, per_device_train_batch_size=3, **update,
+    )  # fmt: skip
+    trainer = KTOTrainer(
+        trained.model, args=config, train_dataset=Dataset.from_list(PUBLIC),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    moved(trained, 0.3)  # TRL has copied the adapter's start as its reference
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    theirs = float(trainer._compute_loss(trained.model, batch, False).detach())
+    task = task_of(spec, trained)
+    public = examples(PUBLIC, recipe.LoggedFeedback(path="x"))
+    (ours,) = task.losses(trained, task.encode(trained, public), 3)
+    assert float(ours.mean()) == pytest.approx(theirs, rel=1e-5)
+    kl = next(seen["kl"][-1] for seen in trainer._metrics.values() if seen["kl"])
+    assert task.reference_point(trained, 3) == pytest.approx(kl, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [(True, 1), (False, -1), ("TRUE ", 1), ("false", -1), (0, 0), ("-2.5", -2.5), (1e3, 1e3)],
+)
+def test_feedback_is_a_number(given: Any, number: float) -> None:
+    assert reaction(given, "label") == number
+
+
+@pytest.mark.parametrize("bad", ["SECRET", "nan", math.inf, "1e999", 10**400, [1], {}, b"1", None])
+def test_other_feedback_is_refused_without_quoting_it(bad: Any) -> None:
+    for read, given in ((reaction, bad), (log_probability, bad), (log_probability, 0.5)):
+        with pytest.raises(DprlhfError, match="column 'c'") as caught:
+            read(given, "c")
+        assert "SECRET" not in str(caught.value)
+
+
+def test_a_cut_completion_has_no_logged_probability() -> None:
+    spec = settings(data={**DATA, "logprob_column": "logprob", "max_completion_tokens": 3})
+    with pytest.raises(DprlhfError, match=r"raise data\.max_completion_tokens"):
+        task_of(spec, trained := wide_policy(0)).encode(trained, examples(ROWS, spec.data))
+
+
+def logs(first: int, count: int, **changes: Any) -> list[dict[str, Any]]:
+    """Return one row of each user: "aaaa" is liked, and "zzz" is not."""
+    return [
+        {"user": f"u{i}", "prompt": "it was", "completion": " zzz" if i % 2 else " aaaa",
+         "label": i % 2 == 0} | changes
+        for i in range(first, first + count)
+    ]  # fmt: skip
+
+
+def stage_of(model: str, folder: Path, loss: str = "policy_gradient", **changes: Any) -> Any:
+    data = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
+    return settings(
+        loss,
+        **{
+            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+            "data": data,
+            "output_dir": str(folder),
+            **changes,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("public", "changes", "message"),
+    [
+        ({"label": "SECRET"}, {}, r"evaluation\.data\.label_column 'label': .* \(row 1\)"),
+        ({"completion": None}, {}, r"a row has no 'completion': fill or drop it \(row 1\)"),
+        ({}, {"data": {"label_column": "liked"}}, r"no column 'liked' \(label_column\)"),
+        ({}, {"data": {"logprob_column": "label"}}, "both 'label': each needs a column"),
+        ({}, {"update": {"max_ratio": 0.5}}, "max_ratio"),
+        ({}, {"update": {"sync_ref_model": True}}, "sync_ref_model is not offered"),
+    ],
+)
+def test_wrong_public_rows_and_columns_are_one_line(
+    public: dict[str, Any], changes: dict[str, Any], message: str, model: str, tmp_path: Path
+) -> None:
+    evaluation = {"data": {"path": "in-memory"}, "declared_public": True}
+    changes = {"evaluation": evaluation, **changes}
+    changes["data"] = {"path": "in-memory", "user_column": "user", **changes.get("data", {})}
+    rows = [r | public for r in logs(100, 1, label="True")] + logs(101, 3, label="False")
+
+    def act() -> None:
+        spec = stage_of(model, tmp_path / "run", **changes)
+        dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=rows, quiet=True)
+
+    with pytest.raises((DprlhfError, ValueError), match=message) as caught:
+        act()
+    assert "SECRET" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("label", [[True], {"a": 1}])
+def test_a_column_of_another_kind_is_refused(label: Any, model: str, tmp_path: Path) -> None:
+    spec = stage_of(model, tmp_path / "run")
+    with pytest.raises(DprlhfError, match=r"'label' holds .*: give true and false, or numbers"):
+        dprlhf.train_stage(spec, data=logs(0, 40, label=label), quiet=True)
+
+
+def test_numbers_as_labels_are_warned_of(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, update in (("plain", {}), ("told", {"baseline": 0.5})):
+        spec = stage_of(model, tmp_path / name, update=update)
+        rows = [r | {"label": int(r["label"])} for r in logs(0, 40)]
+        dprlhf.train_stage(spec, data=rows, quiet=True)
+        assert ("set update.baseline=0.5" in capsys.readouterr().err) == (name == "plain")
+
+
+@pytest.mark.slow
+@each_loss
+def test_it_learns_without_noise(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    model = str(runs.save_sharp(tmp_path / "model"))
+    spec = stage_of(
+        model,
+        tmp_path / "free",
+        loss,
+        update={"loss_type": loss},
+        privacy={"epsilon": math.inf},
+        optimizer={"learning_rate": 0.05},
+        evaluation={"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
+    )
+    run = dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=logs(100, 4), quiet=True)
+    assert run.after["loss"].mean < run.before["loss"].mean - 0.005
+    last = json.loads((tmp_path / "free/evaluation.json").read_text())["after"]
+    assert set(last) == set(recipe.FeedbackRecipe.public_losses)
