@@ -171,7 +171,9 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
         "sft": lambda: recipe.SFTRecipe.model_validate({"policy": trained, **common}),
         "dpo": lambda: recipe.DPORecipe.model_validate({"policy": trained, **common}),
         "reward": lambda: recipe.RewardRecipe.model_validate({"policy": trained, **common}),
-        "feedback": lambda: recipe.FeedbackRecipe.model_validate({"policy": trained, **common}),
+        "feedback": lambda: recipe.FeedbackRecipe.model_validate(
+            {"policy": trained, **common, "update": {"batch_size": 8, "value_rounds": 1}}
+        ),
     }
     dprlhf.train_stage(made[stage](), quiet=True)
 

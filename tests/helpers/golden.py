@@ -83,7 +83,9 @@ def all_runs(models: Path) -> dict[str, Callable[[Path], None]]:
         **{name: partial(private_update, model, changes) for name, changes in CHANGES.items()},
         "sft": partial(stage, "sft", policy=policy, data=documents),
         "dpo": partial(stage, "dpo", policy=policy),
-        "feedback": partial(stage, "feedback", policy=policy, data=logged),
+        "feedback": partial(
+            stage, "feedback", policy=policy, data=logged, update={"value_rounds": 1}
+        ),
         "reward": partial(stage, "reward", policy=start),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,3 +66,24 @@ def preferences(first: int, count: int) -> list[dict[str, str]]:
     """Return pairs of answers, one of each user."""
     answers = {"prompt": "it was", "chosen": " aaaa", "rejected": " zzz"}
     return [{"user": f"u{i}", **answers} for i in range(first, first + count)]
+
+
+def logs(first: int, count: int, **changes: Any) -> list[dict[str, Any]]:
+    """Return one row of each user: "aaaa" is liked, and "zzz" is not."""
+    return [
+        {"user": f"u{i}", "prompt": "it was", "completion": " zzz" if i % 2 else " aaaa",
+         "label": i % 2 == 0} | changes
+        for i in range(first, first + count)
+    ]  # fmt: skip
+
+
+def stage_of_logs(model: str, folder: Path, **changes: Any) -> recipe.FeedbackRecipe:
+    """Return a recipe for such rows in memory."""
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
+        "privacy": {"epsilon": 8.0},
+        "rounds": 4,
+        "output_dir": str(folder),
+    }
+    return recipe.FeedbackRecipe.model_validate(values | changes)

@@ -18,7 +18,7 @@ from dprlhf.training.feedback import Reactions, log_probability, reaction
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
-from helpers.stages import examples, moved, user_sums, wide_policy
+from helpers.stages import examples, logs, moved, stage_of_logs, user_sums, wide_policy
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
 ROWS = [
@@ -218,28 +218,6 @@ def test_a_cut_completion_has_no_logged_probability() -> None:
         task_of(spec, trained := wide_policy(0)).encode(trained, examples(ROWS, spec.data))
 
 
-def logs(first: int, count: int, **changes: Any) -> list[dict[str, Any]]:
-    """Return one row of each user: "aaaa" is liked, and "zzz" is not."""
-    return [
-        {"user": f"u{i}", "prompt": "it was", "completion": " zzz" if i % 2 else " aaaa",
-         "label": i % 2 == 0} | changes
-        for i in range(first, first + count)
-    ]  # fmt: skip
-
-
-def stage_of(model: str, folder: Path, loss: str = "policy_gradient", **changes: Any) -> Any:
-    data = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
-    return settings(
-        loss,
-        **{
-            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-            "data": data,
-            "output_dir": str(folder),
-            **changes,
-        },
-    )
-
-
 @pytest.mark.parametrize(
     ("public", "changes", "message"),
     [
@@ -260,7 +238,7 @@ def test_wrong_public_rows_and_columns_are_one_line(
     rows = [r | public for r in logs(100, 1, label="True")] + logs(101, 3, label="False")
 
     def act() -> None:
-        spec = stage_of(model, tmp_path / "run", **changes)
+        spec = stage_of_logs(model, tmp_path / "run", **changes)
         dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=rows, quiet=True)
 
     with pytest.raises((DprlhfError, ValueError), match=message) as caught:
@@ -271,7 +249,7 @@ def test_wrong_public_rows_and_columns_are_one_line(
 
 @pytest.mark.parametrize("label", [[True], {"a": 1}])
 def test_a_column_of_another_kind_is_refused(label: Any, model: str, tmp_path: Path) -> None:
-    spec = stage_of(model, tmp_path / "run")
+    spec = stage_of_logs(model, tmp_path / "run")
     with pytest.raises(DprlhfError, match=r"'label' holds .*: give true and false, or numbers"):
         dprlhf.train_stage(spec, data=logs(0, 40, label=label), quiet=True)
 
@@ -280,7 +258,7 @@ def test_numbers_as_labels_are_warned_of(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, update in (("plain", {}), ("told", {"baseline": 0.5})):
-        spec = stage_of(model, tmp_path / name, update=update)
+        spec = stage_of_logs(model, tmp_path / name, update=update)
         rows = [r | {"label": int(r["label"])} for r in logs(0, 40)]
         dprlhf.train_stage(spec, data=rows, quiet=True)
         assert ("set update.baseline=0.5" in capsys.readouterr().err) == (name == "plain")
@@ -293,10 +271,9 @@ def test_it_learns_without_noise(
 ) -> None:
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     model = str(runs.save_sharp(tmp_path / "model"))
-    spec = stage_of(
+    spec = stage_of_logs(
         model,
         tmp_path / "free",
-        loss,
         update={"loss_type": loss},
         privacy={"epsilon": math.inf},
         optimizer={"learning_rate": 0.05},

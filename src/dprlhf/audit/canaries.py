@@ -276,7 +276,7 @@ def _preferences(
 
 
 def _feedback(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
-    plain = {"baseline": 0.0, "reward_range": 1.0}
+    plain = {"baseline": 0.0, "reward_range": 1.0, "value_rounds": 0}
     changes = {
         "policy": settings.Policy(model_name_or_path="bandit"),
         # With β = 1 each canary's gradient is far above the clip norm.

@@ -22,6 +22,7 @@ _ABOUT = {
     "rewards": "their weighted sum is clipped to the range -reward_range to reward_range (3)",
     "rollout": "responses: 4 of at most max_new_tokens: 32 for each prompt; more cost time alone",
     "update": "directions from public rows that the evaluation leaves: less noise",
+    "feedback update": "the last round estimates what the tuned policy is worth",
     "optimizer": "with a subspace, steps of a fixed length",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
     "rounds": "by the number of users; others: dprlhf plan --users {users} --epsilon {epsilon}",
@@ -78,10 +79,13 @@ def new_recipe(
     else:
         values["policy"]["adapter"] = adapter_for(config_of(model), public_rows=False)
         values |= {"optimizer": {"learning_rate": _RATES[stage]}, "rounds": rounds_for(users)}
+        if stage == "feedback":
+            values["update"] = {"value_rounds": 1}
     text = _HEAD.format(command="train" if stage == "rl" else stage)
     for name, section in values.items():
         if section:
-            about = _ABOUT.get(name, "").format(users=users or "N", epsilon=f"{epsilon:g}")
+            key = f"{stage} {name}" if f"{stage} {name}" in _ABOUT else name
+            about = _ABOUT.get(key, "").format(users=users or "N", epsilon=f"{epsilon:g}")
             part = yaml.safe_dump({name: section}, sort_keys=False)
             text += f"# {about}\n{part}\n" if about else f"{part}\n"
     recipe_from(yaml.safe_load(text), (), source="init")

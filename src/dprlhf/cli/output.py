@@ -74,6 +74,8 @@ def show_stage(result: Any) -> None:
             f"{name} on {before.prompts} public rows: before {before.mean:.4f} ±"
             f" {before.standard_error:.4f}, after {after.mean:.4f} ± {after.standard_error:.4f}"
         )
+    for name, value in getattr(result, "value", {}).items():
+        typer.echo(f"feedback that the {name} policy gets, from the users' logs: {value}")
     typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
 
 

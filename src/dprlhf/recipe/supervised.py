@@ -314,6 +314,9 @@ class FeedbackUpdate(_NamedAsInTRL):
         beta: Strength β of the implicit KL penalty against the reference, in the two KTO losses.
         desirable_weight: Weight of desirable completions in the two KTO losses.
         undesirable_weight: Weight of undesirable completions in the two KTO losses.
+        value_rounds: Number of rounds at the end that leave the policy as it is and estimate from
+            their users' logs the feedback that it would get, with an interval. They cost no further
+            ε, but their users teach nothing.
     """
 
     loss_type: Literal["policy_gradient", "kto", "apo_zero_unpaired"] = "policy_gradient"
@@ -323,6 +326,7 @@ class FeedbackUpdate(_NamedAsInTRL):
     beta: PositiveFloat = 0.1
     desirable_weight: PositiveFloat = 1.0
     undesirable_weight: PositiveFloat = 1.0
+    value_rounds: Annotated[int, Field(ge=0)] = 0
 
 
 class FeedbackRecipe(StageRecipe):
@@ -349,6 +353,32 @@ class FeedbackRecipe(StageRecipe):
     def purpose(self) -> str:
         """How the adapter was trained, for the model card."""
         return "fitted to private feedback on logged responses"
+
+    def released(self, releases: int, noise_multiplier: float) -> list[str]:
+        """List what the run publishes of its users, for the privacy card."""
+        found = super().released(releases, noise_multiplier)
+        if self.update.value_rounds:
+            found += [
+                f"in place of the last {self.update.value_rounds} gradients: noised means of their"
+                " users' feedback, plain and weighed by how likely the policy is to answer so"
+            ]
+        return found
+
+    @model_validator(mode="after")
+    def _value_of_users_apart(self) -> FeedbackRecipe:
+        rounds, privacy = self.update.value_rounds, self.privacy
+        if not rounds:
+            return self
+        if rounds >= self.rounds:
+            raise ValueError(
+                f"update.value_rounds: {rounds} of {self.rounds} rounds would leave none that learn"
+            )
+        if privacy.participations > 1 or privacy.partition == "poisson" or privacy.bands > 1:
+            raise ValueError(
+                "update.value_rounds needs users that the policy has not learnt from, and noise of"
+                " their own: set privacy.participations=1 and bands=1, or value_rounds=0"
+            )
+        return self
 
 
 STAGES: dict[str, type[StageRecipe]] = {

@@ -53,6 +53,7 @@ class PublishedRun:
         evaluation: Public measures before and after: a supervised stage's loss (and accuracy), or
             the reward, the judges' scores and the measures of the responses.
         win_rates: Win rate against the base model with its 95% interval, by reward and judge.
+        value: Value of each policy by the logs, with both ends of its 95% interval.
         charged: The rounds that the ledger has charged.
         problems: Sentences that say what is missing, damaged or without privacy.
     """
@@ -67,6 +68,7 @@ class PublishedRun:
     public_losses: tuple[str, ...] = ()
     evaluation: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     win_rates: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    value: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     charged: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -144,6 +146,7 @@ def read_run(path: Path) -> PublishedRun:
     if folder.evaluation.is_file():
         run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
         run.win_rates = _attempt(run, folder.evaluation, _win_rates, {})
+        run.value = _attempt(run, folder.evaluation, _values, {})
     _judge(run, finished=finished)
     return run
 
@@ -191,6 +194,14 @@ def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
         }
         for when, values in _json_of(dict)(file).items()
         if when in ("before", "after")
+    }
+
+
+def _values(file: Path) -> dict[str, tuple[float, float, float]]:
+    found = _json_of(dict)(file).get("value", {})
+    return {
+        name: (_or_nan(value["mean"]), float(value["low"]), float(value["high"]))
+        for name, value in found.items()
     }
 
 

@@ -17,25 +17,33 @@ compares two users. With A = r − b, b a public constant, and Δ = log π(y|x) 
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
+from dprlhf.boundary import Private
 from dprlhf.data.columns import called, is_json, is_text
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import FeedbackRecipe
 from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
-from dprlhf.training.run import PreparedRun
-from dprlhf.training.supervised import Supervised
+from dprlhf.runs.folder import write_json
+from dprlhf.training.logged_value import LoggedValue, Value, of_users
+from dprlhf.training.rounds import released_values
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
+from dprlhf.training.supervised import Losses, StageResult, Supervised
 from dprlhf.training.tasks import NextTokens
 
 Array = NDArray[np.float64]
@@ -224,6 +232,12 @@ class FromFeedback(Supervised):
     recipe: FeedbackRecipe
     task: Reactions
 
+    def __init__(self, recipe: FeedbackRecipe, *given: Any, **named: Any) -> None:
+        super().__init__(recipe, *given, **named)
+        self._logged = LoggedValue()
+        if recipe.update.value_rounds:
+            self.stateful = {"value": self._logged}
+
     @property
     def _usual(self) -> dict[str, Any]:
         data = self.recipe.data
@@ -266,3 +280,76 @@ class FromFeedback(Supervised):
         super().settle(prepared)
         if self.public is not None:
             self.task.compare_with(prepared.policy, self.public)
+
+    # --- the value of the tuned policy ------------------------------------------------------
+
+    def update(self, run: Run, batch: Batch) -> Outcome:
+        """Release a gradient; or, in the last rounds, what the logs say of the policy's value."""
+        if batch.t <= run.plan.rounds - self.recipe.update.value_rounds:
+            return super().update(run, batch)
+        batch.bar.start("value", batch.users)
+        scale = run.plan.clip_norm if math.isfinite(run.plan.clip_norm) else 1.0
+        found = batch.users.map(lambda users: self._vectors(run, users, scale))
+        clipped = clipped_vectors(
+            found.map(lambda vectors: [(np.arange(len(vectors)), vectors)]),
+            4,
+            extra=found.map(lambda vectors: np.zeros((len(vectors), 0))),
+            extra_norm=0.0,
+            clip_norm=run.plan.clip_norm,
+            reduce=run.processes.sum,
+            most_users=run.plan.users,
+        )
+        released = batch.release(clipped.bounded)
+        std = run.plan.noise_std_of(batch.t) / run.plan.expected_batch_size
+        self._logged.add(released_values(released), std, scale)
+        told = {
+            f"value_{n}_{k}": x for n, v in self.values(run).items() for k, x in asdict(v).items()
+        }
+        norms = clipped.norms.map(lambda lengths: lengths[lengths != 0])  # 0: no row can be read
+        return Outcome(released, norms, told, Private({}))
+
+    def _vectors(self, run: Run, users: NDArray[np.int64], scale: float) -> torch.Tensor:
+        encoded = self.encoded(run, users)
+        ratios = log_ratio(run.policy, encoded, self.recipe.update.batch_size)
+        counts = np.array(encoded.extra["counts"], dtype=np.float64)
+        shares = (1 + counts / self.recipe.update.reward_range) / 2
+        return of_users(encoded.user, encoded.users, ratios, shares, scale)
+
+    def values(self, run: Run) -> dict[str, Value]:
+        """Return what was released of the value of the tuned and of the logged policy, if any."""
+        if not self._logged.rounds:
+            return {}
+        update = self.recipe.update
+        size = run.plan.expected_batch_size
+        return self._logged.estimates(size, update.baseline, update.reward_range)
+
+    def write(self, run: Run, before: Losses, after: Losses) -> None:
+        """Also write the value of the policy to ``evaluation.json``."""
+        super().write(run, before, after)
+        if found := self.values(run):
+            file = run.folder.evaluation
+            held = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            write_json(file, held | {"value": {n: asdict(v) for n, v in found.items()}})
+
+    def result(self, run: Run, before: Losses, after: Losses) -> FeedbackResult:
+        """Return the tuned model, the guarantee, the public losses and the value of the policy."""
+        return FeedbackResult(
+            run.folder, run.plan, before, after, run.policy, value=self.values(run)
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class FeedbackResult(StageResult):
+    """The result of a run on logged feedback.
+
+    Attributes:
+        value: What the logs say of the ``tuned`` and of the ``logged`` policy's value; empty
+            without ``update.value_rounds``.
+    """
+
+    value: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """Also the value of both policies."""
+        return [*super().summary, *((f"value, {n}", str(v)) for n, v in self.value.items())]

@@ -122,6 +122,16 @@ def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict
     }
 
 
+def released_values(released: Released[torch.Tensor]) -> list[float]:
+    """Return the coordinates of a short vector that was released, such as statistics of users.
+
+    Raises:
+        TypeError: The vector did not come from the gate.
+    """
+    values: list[float] = open_released(released, "released_metrics").tolist()
+    return values
+
+
 def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
     """Write a round's public and released values, and hand them to the callbacks.
 

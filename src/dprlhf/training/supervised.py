@@ -33,6 +33,7 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import RewardRecipe, SFTRecipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards.isolation import captured
+from dprlhf.rollout import Responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import UnmergeableError, merge, write_merged
@@ -285,9 +286,7 @@ class Supervised:
         batch_size = self.recipe.update.batch_size
 
         def weighted(users: NDArray[np.int64]) -> Weighted:
-            with captured(None):  # a panic in compiled code prints the text that it failed on
-                rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
-                encoded = self.task.encode(run.policy, rows)  # warnings may quote it here, too
+            encoded = self.encoded(run, users)
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
 
@@ -300,6 +299,12 @@ class Supervised:
             most_users=run.plan.users,
             tick=batch.tick,
         )
+
+    def encoded(self, run: Run, users: NDArray[np.int64]) -> Responses:
+        """Return the rows of some users that can be read, as tokens."""
+        with captured(None):  # a panic in compiled code prints the text that it failed on
+            rows = run.users.readable(users, lambda some: self.task.encode(run.policy, some))
+            return self.task.encode(run.policy, rows)  # warnings may quote it here, too
 
     def check_round(self, run: Run, t: int) -> None:
         """Check nothing: a supervised release does not show that the run cannot succeed."""
