@@ -197,7 +197,7 @@ def commands_page() -> str:
 
 def trl_page() -> str:
     """Return the table of every setting of TRL's configs."""
-    from dprlhf.trl.fields import ARGUMENTS, GRPO, LOG, RLOO, Field
+    from dprlhf.trl.fields import ARGUMENTS, GRPO, KTO, LOG, RLOO, Field
 
     def table(fields: dict[str, Field], what: str = "setting") -> str:
         rows = "".join(
@@ -207,7 +207,7 @@ def trl_page() -> str:
         return f"| {what} | | |\n|---|---|---|\n{rows}"
 
     both = {name: field for name, field in GRPO.items() if RLOO.get(name) == field}
-    alone = {"`GRPOConfig` alone": GRPO, "`RLOOConfig` alone": RLOO}
+    alone = {"`GRPOConfig` alone": GRPO, "`RLOOConfig` alone": RLOO, "`KTOConfig`": KTO}
     text = TRL_INTRODUCTION + "## Both configs\n\n" + table(both)
     for title, fields in alone.items():
         own = {name: field for name, field in fields.items() if name not in both}
@@ -218,10 +218,10 @@ def trl_page() -> str:
 
 def refused_table() -> str:
     """Return the last table of ``docs/trl.md``: what is refused of TRL, and why."""
-    from dprlhf.trl.fields import ARGUMENTS, GRPO, RLOO
+    from dprlhf.trl.fields import ARGUMENTS, GRPO, KTO, RLOO
 
     names: dict[str, list[str]] = {}
-    for name, field in sorted({**GRPO, **RLOO, **ARGUMENTS}.items()):
+    for name, field in sorted({**KTO, **GRPO, **RLOO, **ARGUMENTS}.items()):
         if field.kind == "refused":
             names.setdefault(field.note, []).append(f"`{name}`")
     rows = [(", ".join(several), note) for note, several in names.items()]

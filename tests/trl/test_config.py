@@ -11,12 +11,16 @@ import pytest
 import trl
 
 from dprlhf.errors import DprlhfError
-from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
+from dprlhf.trl import PrivateGRPOConfig, PrivateKTOConfig, PrivateRLOOConfig
 from dprlhf.trl import config as configs
 from dprlhf.trl.config import as_private, defaults
-from dprlhf.trl.fields import ARGUMENTS, GRPO, RLOO
+from dprlhf.trl.fields import ARGUMENTS, GRPO, KTO, RLOO
 
-KINDS = [(PrivateGRPOConfig, trl.GRPOConfig, GRPO), (PrivateRLOOConfig, trl.RLOOConfig, RLOO)]
+KINDS = [
+    (PrivateGRPOConfig, trl.GRPOConfig, GRPO),
+    (PrivateRLOOConfig, trl.RLOOConfig, RLOO),
+    (PrivateKTOConfig, trl.KTOConfig, KTO),
+]
 
 CHANGED: dict[str, Any] = {
     "loss_type": "ppo",

@@ -1,24 +1,34 @@
 """TRL's trainers with a privacy guarantee: change the import, and add a budget.
 
-``PrivateGRPOTrainer`` and ``PrivateRLOOTrainer`` take what TRL 1.16's ``GRPOTrainer`` and
-``RLOOTrainer`` take. Underneath they make a recipe and start an ordinary run of this package. Needs
-TRL (extra ``trl``).
+``PrivateGRPOTrainer``, ``PrivateRLOOTrainer`` and ``PrivateKTOTrainer`` take what TRL 1.16's
+``GRPOTrainer``, ``RLOOTrainer`` and ``KTOTrainer`` take. Underneath they make a recipe and start an
+ordinary run of this package. Needs TRL (extra ``trl``).
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dprlhf.trl.config import PrivateGRPOConfig, PrivateRLOOConfig
+    from dprlhf.trl.kto import PrivateKTOConfig, PrivateKTOTrainer
     from dprlhf.trl.trainer import PrivateGRPOTrainer, PrivateRLOOTrainer
 
 _HOMES = {
     "PrivateGRPOConfig": "config",
     "PrivateGRPOTrainer": "trainer",
+    "PrivateKTOConfig": "kto",
+    "PrivateKTOTrainer": "kto",
     "PrivateRLOOConfig": "config",
     "PrivateRLOOTrainer": "trainer",
 }
 
-__all__ = ["PrivateGRPOConfig", "PrivateGRPOTrainer", "PrivateRLOOConfig", "PrivateRLOOTrainer"]
+__all__ = [
+    "PrivateGRPOConfig",
+    "PrivateGRPOTrainer",
+    "PrivateKTOConfig",
+    "PrivateKTOTrainer",
+    "PrivateRLOOConfig",
+    "PrivateRLOOTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

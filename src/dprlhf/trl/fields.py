@@ -269,6 +269,34 @@ RLOO: dict[str, Field] = COMMON | {
 }  # fmt: skip
 """Every setting of TRL's ``RLOOConfig``."""
 
+_RESPONSES = dict(_all("no effect", "there are no responses to sample", """
+    cache_implementation chat_template_kwargs ds3_gather_for_generation generation_batch_size
+    generation_kwargs log_completions log_multimodal log_unique_prompts mask_truncated_completions
+    max_completion_length min_p num_completions_to_print num_generations num_generations_eval
+    num_iterations repetition_penalty reward_weights shuffle_dataset steps_per_generation
+    temperature top_k top_p transformers_continuous_batching_config
+    use_transformers_continuous_batching use_transformers_paged use_vllm"""))  # fmt: skip
+"""Settings of sampled responses, which ``KTOConfig`` has none of."""
+
+KTO: dict[str, Field] = {
+    name: field
+    for name, field in COMMON.items()
+    if name not in _RESPONSES and not name.startswith("vllm_")
+} | {
+    "loss_type": Field("honoured", "update.loss_type: kto or apo_zero_unpaired; the reference point"
+                       " of kto is a mean over eval_dataset, or 0, and not over the batch"),
+    "beta": Field("honoured", "update.beta"),
+    "desirable_weight": Field("honoured", "update.desirable_weight"),
+    "undesirable_weight": Field("honoured", "update.undesirable_weight"),
+    "max_length": Field("refused", "set privacy_max_prompt_tokens and max_completion_length"),
+    "precompute_ref_log_probs": Field("refused", COMMON["sync_ref_model"].note),
+    "precompute_ref_batch_size": Field("no effect", "precompute_ref_log_probs is refused"),
+    "router_aux_loss_coef": GRPO["router_aux_loss_coef"],
+    "dataset_num_proc": Field("no effect", "rows are tokenized as their round reads them"),
+    "activation_offloading": COMMON["gradient_checkpointing_kwargs"],
+}  # fmt: skip
+"""Every setting of TRL's ``KTOConfig``."""
+
 _RELEASE = "of private responses: each value would be a release of its own"
 
 ARGUMENTS: dict[str, Field] = {

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
 from dprlhf.recipe.generation import rollout_settings
+from dprlhf.recipe.loading import recipe_from
 from dprlhf.recipe.trl_names import update_settings
-from dprlhf.training.defaults import with_defaults
+from dprlhf.training.defaults import adapter_for, config_of, rounds_for, with_defaults
 from dprlhf.trl.config import AUTO, PrivacyFields, PrivateRLOOConfig, defaults
+
+if TYPE_CHECKING:
+    from dprlhf.recipe import FeedbackRecipe
 
 _SCHEDULES = {
     "constant": "constant",
@@ -91,6 +95,54 @@ def recipe_of(
     if public:
         values["evaluation"]["every"] = _every(args, rounds)
     return make_recipe(values, source=type(config).__name__)
+
+
+def feedback_recipe_of(
+    config: PrivacyFields,
+    *,
+    model: Any,
+    adapter: dict[str, Any] | None,
+    users: int,
+    public: int,
+    quantization: Mapping[str, str] | None = None,
+) -> FeedbackRecipe:
+    """Return the recipe of a trainer on logged feedback; see :func:`recipe_of`."""
+    args: Any = config
+    participations = args.privacy_participations
+    if participations is None:
+        participations = _epochs(args.num_train_epochs)
+    rounds = int(args.max_steps) if args.max_steps > 0 else rounds_for(users, participations)
+    own = adapter_for(config_of(model), public_rows=False) if adapter is None else adapter
+    values: dict[str, Any] = {
+        "stage": "feedback",
+        "policy": {
+            **_policy(args),
+            **(quantization or {}),
+            "model_name_or_path": model if isinstance(model, str) else IN_MEMORY,
+            "adapter": own,
+        },
+        "data": {**_data(args), "max_completion_tokens": args.max_completion_length},
+        "update": {
+            "loss_type": args.loss_type,
+            "beta": args.beta,
+            "desirable_weight": args.desirable_weight,
+            "undesirable_weight": args.undesirable_weight,
+            "value_rounds": args.privacy_value_rounds,
+            "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
+            "batch_size": args.per_device_train_batch_size,
+        },
+        "optimizer": {"learning_rate": 0.01, **_optimizer(args, rounds)},
+        "privacy": _privacy(args, participations),
+        "rounds": rounds,
+        "tracking": {"report_to": args.report_to},
+        "previous": [{"run": run} for run in args.privacy_previous],
+        "seed": args.seed,
+        "output_dir": args.output_dir,
+    }
+    if public:
+        every = _every(args, rounds)
+        values["evaluation"] = {**_evaluation(args), "prompts": max(2, public), "every": every}
+    return cast("FeedbackRecipe", recipe_from(values, (), source=type(config).__name__))
 
 
 def _step_rule(kind: type[Any]) -> dict[str, Any]:
@@ -177,7 +229,7 @@ def _policy(args: Any) -> dict[str, Any]:
     # Older versions of transformers do not have the newer name.
     if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
         given["gradient_checkpointing"] = True
-    template = args.chat_template_kwargs or {}
+    template = getattr(args, "chat_template_kwargs", None) or {}
     return {
         "trust_remote_code": args.trust_remote_code,
         "chat_template_kwargs": template,

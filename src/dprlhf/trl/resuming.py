@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar, cast
 
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.recipe import Recipe, load_recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.runs.trackers import flat
+
+R = TypeVar("R", bound=AnyRecipe)
 
 _TRLS = re.compile(r"checkpoint-\d+")
 """The name of a checkpoint of TRL's trainers."""
@@ -21,7 +24,7 @@ _LONGEST = 80
 """Characters of such a setting's value that it quotes."""
 
 
-def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Recipe:
+def continued(recipe: R, folder: RunFolder, again: bool | str | Path) -> R:
     """Return the recipe of the run to continue, if it is a trainer's own.
 
     Args:
@@ -55,10 +58,12 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
             f" output_dir={str(place)!r}"
         )
     folder.require()
-    held = load_recipe(folder.recipe)
-    size = {"batch_size": held.rollout.batch_size}  # what "auto" became
-    rollout = recipe.rollout.model_copy(update=size)
-    own = recipe.model_copy(update={"rollout": rollout})
+    held: AnyRecipe = load_any_recipe(folder.recipe)
+    own: AnyRecipe = recipe
+    if isinstance(held, Recipe) and isinstance(recipe, Recipe):
+        size = {"batch_size": held.rollout.batch_size}  # what "auto" became
+        rollout = recipe.rollout.model_copy(update=size)
+        own = recipe.model_copy(update={"rollout": rollout})
     if own.policy.dtype == "auto":
         settled = own.policy.model_copy(update={"dtype": held.policy.dtype})
         own = own.model_copy(update={"policy": settled})
@@ -67,10 +72,10 @@ def continued(recipe: Recipe, folder: RunFolder, again: bool | str | Path) -> Re
             f"{folder.path}: its settings are not this trainer's ({_other(own, held)});"
             " continue it with the same ones"
         )
-    return held
+    return cast(R, held)
 
 
-def _other(own: Recipe, held: Recipe) -> str:
+def _other(own: AnyRecipe, held: AnyRecipe) -> str:
     """Return the settings in which two recipes differ, with both values."""
     mine, theirs = flat(own.model_dump(mode="json")), flat(held.model_dump(mode="json"))
     differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]

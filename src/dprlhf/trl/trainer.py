@@ -35,7 +35,7 @@ from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
-from dprlhf.recipe import IN_MEMORY, Data, Recipe
+from dprlhf.recipe import IN_MEMORY, Data
 from dprlhf.rewards.loading import load_rewards
 from dprlhf.runs.card import carried_with
 from dprlhf.runs.earlier import records_of
@@ -48,7 +48,6 @@ from dprlhf.training.evaluate import Evaluated
 from dprlhf.training.measures import as_metrics
 from dprlhf.training.policy_setup import with_prompt_width
 from dprlhf.training.processes import Processes
-from dprlhf.training.reinforcement import Result
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import (
@@ -167,8 +166,8 @@ class PrivateTrainer(Generic[C]):
             self._parts = {name: self._dataset(one, "eval_dataset") for name, one in parts.items()}
             self._public = together(self._parts.values())
         with in_trls_words():
-            self.recipe = self._recipe(model, adapter, quantization_config)
-        self.result: Result | None = None
+            self.recipe: Any = self._recipe(model, adapter, quantization_config)
+        self.result: Any = None
         self._settled = self.recipe
         self._started = False
         self._log = Log(callbacks, self.args)
@@ -202,7 +201,7 @@ class PrivateTrainer(Generic[C]):
         self.recipe = self._settled = with_prompt_width(self.recipe, policy, public, tools)
         return policy
 
-    def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Recipe:
+    def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Any:
         args = self.args
         spec = Data(path=IN_MEMORY, prompt_column="prompt", user_column=args.privacy_unit)
         if quantization is not None and not isinstance(model, str):
@@ -396,7 +395,6 @@ class PrivateTrainer(Generic[C]):
         run.progress.bars &= not self.args.disable_tqdm
         log, rounds = self._log, run.plan.rounds
         means = means_of(self._rewards, self.reward_func_names)
-        assert isinstance(run.recipe, Recipe)
         self._settled = run.recipe
         log.state.max_steps = rounds
         log.state.num_train_epochs = run.recipe.privacy.participations
@@ -420,8 +418,8 @@ class PrivateTrainer(Generic[C]):
         if found is not None:
             log.state.global_step = log.state.max_steps
         if found is not None and found.before is not None and found.after is not None:
-            log.evaluation(0, public_values(found.before))
-            metrics = public_values(found.after)
+            log.evaluation(0, self._public_values(found.before))
+            metrics = self._public_values(found.after)
             log.evaluation(log.state.max_steps, metrics)
         card = self.privacy
         spent = {name: as_number(card[name]) for name in ("epsilon", "delta")}
@@ -436,6 +434,10 @@ class PrivateTrainer(Generic[C]):
         if Processes.connect().main:
             print(f"dprlhf: guarantee: {guarantee_sentence(card)}", file=sys.stderr)
         return TrainOutput(log.state.global_step, math.nan, metrics | spent)
+
+    def _public_values(self, found: Any) -> dict[str, float]:
+        """Return a run's evaluation on public rows under TRL's names."""
+        return public_values(found)
 
     # --- public evaluation, and what the run leaves --------------------------------------------
 
