@@ -16,7 +16,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_released, post_process
-from dprlhf.policies.optimizers import ascend, remember_release
+from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
@@ -63,7 +63,6 @@ def a_round() -> Any:
 
 TAKES_RELEASED: dict[str, Callable[[Any], Any]] = {
     "ascend": lambda x: ascend([PARAMETER], OPTIMIZER, x),
-    "remember_release": lambda x: remember_release([PARAMETER], OPTIMIZER, x),
     "step": lambda x: a_round().step(x),
     "telemetry": lambda x: TelemetryCoordinates(0.1, 3.0).read(x, 1),
     "released_metrics": lambda x: released_metrics(SimpleNamespace(plan=PLAN), 1, x),  # type: ignore[arg-type]
@@ -105,7 +104,6 @@ SPECS: dict[str, Any] = {
     "pg": recipe.PG(name="pg"),
     "grpo": recipe.GRPO(name="grpo"),
     "ppo": recipe.PPO(name="ppo"),
-    "ppo, adam": recipe.PPO(name="ppo", local_optimizer="adam"),
     "rebel": recipe.REBEL(name="rebel"),
     "rebel, gauss-newton": recipe.REBEL(name="rebel", oracle=recipe.Oracle()),
     "npg": recipe.NPG(name="npg"),
@@ -139,7 +137,7 @@ SNIPPET = """
 import torch
 from dprlhf.boundary import BoundedSum, Private, Released, open_released, post_process
 from dprlhf.gradients.clipping import ClippedSum
-from dprlhf.policies.optimizers import ascend, remember_release
+from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
@@ -156,7 +154,6 @@ def f(
     parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer,
 ) -> None:
     ascend(parameters, optimizer, raw)
-    remember_release(parameters, optimizer, raw)
     round_.step(raw)
     telemetry.read(raw, 1)
     released_metrics(run, 1, raw)

@@ -28,6 +28,7 @@ from dprlhf.audit.guesses import (
 )
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import Seen, _kept
+from dprlhf.boundary import open_released
 from dprlhf.policies import optimizers
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import AnyRecipe, DPORecipe, FeedbackRecipe, RewardRecipe, SFTRecipe
@@ -358,12 +359,7 @@ def test_supervised_stages_are_refuted_where_their_gate_is_broken(
 def test_a_step_beside_the_gate_is_seen_through_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = optimizers._pieces
-
-    def nudged(*given: Any) -> Any:
-        return [piece * 1.01 for piece in real(*given)]
-
-    monkeypatch.setattr(optimizers, "_pieces", nudged)
+    monkeypatch.setattr(optimizers, "open_released", lambda *given: 1.01 * open_released(*given))
     recipe = stage_recipes(PRIVACY)["sft"]
     found = audit(recipe, tmp_path / "a", canaries=40, confidence=0.9999, quiet=True)
     assert found.refuted_by == ("the policy moved by something that was not released",)

@@ -65,7 +65,6 @@ SPECS: dict[str, Any] = {
     "pg, paired": recipe.PG(baseline="paired"),
     "grpo": recipe.GRPO(name="grpo"),
     "ppo": recipe.PPO(name="ppo", epochs=2, local_learning_rate=1.0),
-    "ppo, adam": recipe.PPO(name="ppo", local_optimizer="adam", local_learning_rate=0.01),
     "rebel": recipe.REBEL(name="rebel", steps=2),
     "rebel, gauss-newton": recipe.REBEL(name="rebel", oracle=recipe.Oracle()),
     "npg": recipe.NPG(name="npg"),

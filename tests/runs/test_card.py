@@ -61,8 +61,6 @@ def test_the_plain_words_are_those_of_the_risk() -> None:
     assert card_of(8)["risk"]["gdp_mu"] == pytest.approx(1.0)
     assert "nothing is promised" in in_plain_words({**card, "risk": None})
     assert "nothing is promised" in in_plain_words({**card, "private": False})
-    del card["risk"]  # a card of an earlier version keeps its words
-    assert in_plain_words(card) == card["in_plain_words"]
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_an_audit_that_refuted_is_not_undone_by_later_ones(
     run: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """Whatever the card says of itself: a bound above the stated ε refutes it."""
-    edit_json(run / "privacy.json", audit=AUDIT | changes)
+    edit_json(run / "privacy.json", audits=[AUDIT | changes])
     note_audit(RunFolder(run), AUDIT | {"right": 101})
     statement = statement_of(run, tmp_path / "out")
     assert alerted(statement, "refuted")

@@ -128,9 +128,9 @@ class TestWhatTheyGet:
         self, fake: Callable[..., type[Fake]], folder: RunFolder
     ) -> None:
         kind = fake("wandb")
-        three_rounds(Tracking(report_to="wandb", project="mine"), folder, lambda: None)
+        three_rounds(Tracking(report_to="wandb"), folder, lambda: None)
         _, project, settings = kind.got[0]
-        assert project == "mine"
+        assert project == "dprlhf"
         assert settings["settings"] == {"x_disable_stats": True, "console": "off"}
         assert settings["name"] == "run"
 

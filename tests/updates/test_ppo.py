@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dprlhf import DprlhfError, recipe
-from dprlhf.boundary import Private, Released, open_private
+from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.policies.optimizers import remember_release
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
-from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
-from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.pg import LARGEST_RATIO
 from dprlhf.updates.ppo import minibatch, ppo, project, surrogate
@@ -74,7 +70,6 @@ def train_alone(
     user: int,
     spec: recipe.PPO,
     radius: float,
-    released: torch.Tensor | None = None,
     project_at: str = "every step",
 ) -> torch.Tensor:
     """θ − θ₀ of one user, by torch's own optimizers on a policy of its own, ``[dimension]``."""
@@ -99,20 +94,7 @@ def train_alone(
             advantages.append(advantage * float((logprobs[t] - current[t]).exp()))
             old.append(logprobs[t])
             order.append(place * responses.max_new_tokens + t)
-    if spec.local_optimizer == "sgd":
-        optimizer: Any = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
-    else:
-        optimizer = torch.optim.Adam(
-            parameters, spec.local_learning_rate, eps=1e-5, maximize=True, foreach=False
-        )
-        if released is not None:
-            pieces = torch.split(released, [p.numel() for p in parameters])
-            for p, piece in zip(parameters, pieces, strict=True):
-                optimizer.state[p] = {
-                    "step": torch.tensor(1e9),  # no bias to correct
-                    "exp_avg": -piece.reshape(p.shape).to(p),  # torch keeps the descent's
-                    "exp_avg_sq": piece.reshape(p.shape).to(p) ** 2,
-                }
+    optimizer = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
     n = len(tokens)
     for epoch in range(spec.epochs):
         numbers = np.random.default_rng(epoch).random(responses.max_new_tokens * len(rows))
@@ -157,7 +139,6 @@ def train_together(
     scores: Scores,
     spec: recipe.PPO,
     clip_norm: float,
-    released: torch.Tensor | None = None,
     telemetry: TelemetryCoordinates | None = None,
     prepare: Callable[[PrivateRound], None] = lambda round_: None,
 ) -> tuple[torch.Tensor, PrivateRound, OpenGate]:
@@ -168,8 +149,6 @@ def train_together(
     """
     round_, gate = round_of(policy, responses, scores, clip_norm=clip_norm, telemetry=telemetry)
     prepare(round_)
-    if released is not None:
-        remember_release(policy.parameters.values(), round_.optimizer, Released(released, 1))
     of_users = torch.zeros(responses.users, policy.dimension, dtype=torch.float64)
     clipped_vectors = round_.clipped_vectors
 
@@ -191,8 +170,6 @@ CASES: dict[str, dict[str, Any]] = {
     "minibatches": {"minibatches": 3, "local_learning_rate": 0.05},
     "both": {"epochs": 2, "minibatches": 2, "local_learning_rate": 0.5},
     "clip range": {"epochs": 3, "clip_range": 0.1, "local_learning_rate": 0.3},
-    "adam": {"epochs": 2, "minibatches": 2, "local_optimizer": "adam"},
-    "adam from released": {"epochs": 2, "minibatches": 2, "local_optimizer": "adam"},
     "reference": {"epochs": 2, "local_learning_rate": 0.2},
     "reference clip range": {"epochs": 2, "clip_range": 0.1, "local_learning_rate": 0.2},
 }
@@ -215,9 +192,9 @@ def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> Non
 @pytest.mark.parametrize(
     ("kind", "adapter", "case"),
     [
-        *(("gpt2", "lora", case) for case in CASES if case not in ("adam", "reference")),
+        *(("gpt2", "lora", case) for case in CASES if case != "reference"),
         ("llama", "ffa-lora", "clip range"),
-        ("llama", "lora", "adam"),
+        ("llama", "lora", "both"),
     ],
 )
 def test_equals_a_loop_over_users_with_policies_of_their_own(
@@ -231,18 +208,13 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(
     if case.startswith("reference"):
         responses = half_from_base(responses)
     scores = random_scores(responses)
-    released = None
-    if case == "adam from released":
-        released = 0.1 * torch.randn(
-            policy.dimension, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-        )
     before = flat_parameters(policy)
-    free, _, _ = train_together(policy, responses, scores, spec, math.inf, released)
+    free, _, _ = train_together(policy, responses, scores, spec, math.inf)
     radius = float(free.norm(dim=1).median())
-    measured, round_, gate = train_together(policy, responses, scores, spec, radius, released)
+    measured, round_, gate = train_together(policy, responses, scores, spec, radius)
     truth = torch.stack(
         [
-            train_alone(policy, responses, scores, user, spec, radius, released)
+            train_alone(policy, responses, scores, user, spec, radius)
             for user in range(responses.users)
         ]
     )
@@ -312,46 +284,6 @@ def test_the_server_moves_by_the_mean() -> None:
     assert float(moved.norm()) > 0.01
 
 
-# --- the local optimizer's start ----------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("server", ["sgd", "adam"])
-def test_local_adam_starts_from_what_the_last_round_released(server: str, tmp_path: Path) -> None:
-    policy = policy_of()
-    responses = batch_of(Shape([[3, 2], [5]], k=2, length=4), seed=1)
-    scores = random_scores(responses)
-    spec = spec_of(epochs=2, local_optimizer="adam")
-    parameters = list(policy.parameters.values())
-    kind = torch.optim.SGD if server == "sgd" else torch.optim.Adam
-    optimizer: Any = kind(parameters, lr=0.0)
-    totals = []
-    for _ in range(3):
-        round_, gate = round_of(policy, responses, scores, clip_norm=0.7)
-        round_.optimizer = optimizer
-        ppo(round_, spec)
-        totals.append(gate.sums[0].total)
-
-    def expected(released: torch.Tensor | None) -> torch.Tensor:
-        alone = [train_alone(policy, responses, scores, u, spec, 0.7, released) for u in range(2)]
-        return torch.stack(alone).sum(0)
-
-    assert relative_error(totals[0], expected(None)) < 1e-8
-    assert relative_error(totals[1], expected(totals[0])) < 1e-8
-    assert relative_error(totals[2], expected(totals[1])) < 1e-8
-    assert relative_error(totals[1], totals[0]) > 1e-2
-
-    # The checkpoint has all of it: what is kept is in the optimizer's state.
-    folder = RunFolder(tmp_path)
-    save_checkpoint(folder, 3, policy, optimizer)
-    again: Any = kind(parameters, lr=0.0)
-    assert load_checkpoint(folder, policy, again) == 3
-    round_, gate = round_of(policy, responses, scores, clip_norm=0.7)
-    round_.optimizer = again
-    ppo(round_, spec)
-    assert relative_error(gate.sums[0].total, expected(totals[2])) < 1e-8
-
-
 # --- one user's bound --------------------------------------------------------------------------
 
 
@@ -372,16 +304,14 @@ def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
     assert relative_error(total[:-2], truth) < 1e-8
 
 
-@pytest.mark.parametrize(("optimizer", "absent"), [("sgd", 4), ("adam", 0)])
-def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(
-    optimizer: str, absent: int
-) -> None:
+@pytest.mark.parametrize("absent", [4, 0])
+def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(absent: int) -> None:
     """In float32, though the absent user has the longest prompt (0) or most prompts (4)."""
     policy = policy_of(dtype=torch.float32)
     lengths = [[40], [3], [5], [2, 4], [2, 4, 6, 8], [7], [1, 1], [6], [2], [3, 3], [9], [11]]
     responses = batch_of(Shape(lengths, k=2, length=5), seed=0)
     scores = random_scores(responses)
-    spec = spec_of(epochs=2, minibatches=2, local_optimizer=optimizer, batch_size=8)
+    spec = spec_of(epochs=2, minibatches=2, batch_size=8)
     keep = [u for u in range(responses.users) if u != absent]
     everyone, _, _ = train_together(policy, responses, scores, spec, 1.0)
     fewer, _, _ = train_together(

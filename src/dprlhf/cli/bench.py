@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dprlhf.errors import DprlhfError, extra
+from dprlhf.errors import DprlhfError
 
 bench = typer.Typer(
     help="Run the tables of the source papers.",
@@ -32,18 +32,15 @@ def bench_control(
     cache: Annotated[
         Path, typer.Option(help="Folder of finished runs; a second call continues there.")
     ] = Path("runs/control"),
-    out: Annotated[
-        Path, typer.Option(help="Folder in which results/ and images/ are written.")
-    ] = Path("docs"),
+    out: Annotated[Path, typer.Option(help="Folder in which results/ is written.")] = Path("docs"),
     write_only: Annotated[
         bool, typer.Option("--write-only", help="Run nothing; write what is finished.")
     ] = False,
 ) -> None:
-    """Run the control tables; write the results, a table beside the papers' figures, and plots."""
-    with extra("papers", "dprlhf bench"):
-        from dprlhf.papers.control.results import write
-        from dprlhf.papers.control.run_rows import run_table
-        from dprlhf.papers.control.tables import TABLES
+    """Run the control tables; write the results, and a table beside the papers' figures."""
+    from dprlhf.papers.control.results import write
+    from dprlhf.papers.control.run_rows import run_table
+    from dprlhf.papers.control.tables import TABLES
 
     if table != "all" and table not in TABLES:
         raise DprlhfError(f"table '{table}' is unknown: use all, {', '.join(TABLES)}")

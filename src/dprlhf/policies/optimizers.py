@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -141,47 +141,13 @@ def ascend(
     Raises:
         TypeError: The direction did not come from the gate.
     """
-    held = list(parameters)
-    for parameter, piece in zip(held, _pieces(held, direction, "ascend"), strict=True):
-        parameter.grad = -piece
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def remember_release(
-    parameters: Iterable[torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    released: Released[torch.Tensor],
-) -> None:
-    """Keep a released vector, ``[dimension]``, in the optimizer's state, so checkpoints hold it.
-
-    Raises:
-        TypeError: The vector did not come from the gate.
-    """
-    held = list(parameters)
-    for parameter, piece in zip(held, _pieces(held, released, "remember_release"), strict=True):
-        optimizer.state[parameter]["released"] = piece
-
-
-def remembered_release(
-    parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
-) -> torch.Tensor | None:
-    """Return what :func:`remember_release` kept last, ``[dimension]``; None before the first."""
-    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    if "released" not in states[0]:
-        return None
-    return torch.cat([state["released"].flatten() for state in states])
-
-
-def _pieces(
-    parameters: Sequence[torch.Tensor], released: Released[torch.Tensor], where: str
-) -> Iterator[torch.Tensor]:
-    """Yield the released vector's piece for each parameter, in its shape, dtype and device."""
-    vector, offset = open_released(released, where), 0
+    vector, offset = open_released(direction, "ascend"), 0
     for parameter in parameters:
         piece = vector[offset : offset + parameter.numel()]
-        yield piece.reshape(parameter.shape).to(parameter)
+        parameter.grad = -piece.reshape(parameter.shape).to(parameter)
         offset += parameter.numel()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def set_learning_rate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import model_validator
 
@@ -127,18 +127,16 @@ class LoggedFeedback(Documents):
 
 
 class Preferences(Data):
-    """Preference pairs (a chosen and a rejected completion), or texts with a label.
+    """Preference pairs in the columns ``chosen`` and ``rejected``, or texts with a label.
 
     Attributes:
-        chosen_column: Column of the better completions, text or messages.
-        rejected_column: Column of the worse completions, text or messages.
         label_column: Column of the labels of the texts in ``prompt_column``, each a number or a
             name from ``labels``; given in place of pairs.
         max_tokens: Keep only this many tokens of a text: the last ones, or with labels the first.
     """
 
-    chosen_column: str = "chosen"
-    rejected_column: str = "rejected"
+    chosen_column: ClassVar[str] = "chosen"
+    rejected_column: ClassVar[str] = "rejected"
     label_column: str | None = None
     max_tokens: PositiveInt = 128
 
@@ -157,18 +155,16 @@ class Preferences(Data):
 
 
 class PreferencePairs(Data):
-    """Preference pairs in TRL's formats: text or messages, with the prompt apart or within them.
+    """Preference pairs in TRL's columns ``chosen`` and ``rejected``: text or messages.
 
     Attributes:
-        prompt_column: Column of the prompts. Where it is ``chosen_column``, prompts are implicit,
-            as in TRL: the prompt is what both completions begin with.
-        chosen_column: Column of the preferred completions, text or messages.
-        rejected_column: Column of the other completions, text or messages.
+        prompt_column: Column of the prompts. Where it is ``chosen``, prompts are implicit, as in
+            TRL: the prompt is what both completions begin with.
         max_completion_tokens: Keep only this many tokens from the start of a completion.
     """
 
-    chosen_column: str = "chosen"
-    rejected_column: str = "rejected"
+    chosen_column: ClassVar[str] = "chosen"
+    rejected_column: ClassVar[str] = "rejected"
     max_completion_tokens: PositiveInt = 64
 
     @property
@@ -186,6 +182,6 @@ class PreferencePairs(Data):
     def _whole_completions(self) -> PreferencePairs:
         if self.implicit_prompt and self.prompt_words is not None:
             raise ValueError("prompt_words would cut chosen, which holds the prompt: leave it out")
-        if self.rejected_column in (self.prompt_column, self.chosen_column):
-            raise ValueError("rejected_column must be a column of its own")
+        if self.prompt_column == self.rejected_column:
+            raise ValueError("prompt_column: rejected holds completions; write chosen or prompt")
         return self

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dprlhf.recipe.base import changed
-from dprlhf.recipe.data import Documents, Preferences
+from dprlhf.recipe.data import Documents
 from dprlhf.recipe.loading import AnyRecipe
 from dprlhf.recipe.rl import Recipe
 
@@ -34,10 +34,6 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     whole = isinstance(data, Documents) and data.completion_column is None
     if whole and changed(data, "max_prompt_tokens"):
         yield "data.max_prompt_tokens", "without data.completion_column: all is learnt"
-    if isinstance(data, Preferences) and data.label_column is not None:
-        for name in ("chosen_column", "rejected_column"):
-            if changed(data, name):
-                yield f"data.{name}", "with data.label_column"
     if isinstance(recipe, Recipe):
         yield from _of_rounds(recipe)
 

@@ -95,9 +95,7 @@ class PPO(_Advantage):
         baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
         epochs: Passes E over a user's own tokens.
         minibatches: Number of parts that a user's tokens are split into, with one local step each.
-        local_optimizer: Optimizer of a user's copy. ``adam`` starts from the released moments; its
-            own are discarded afterwards.
-        local_learning_rate: Step size of the local optimizer.
+        local_learning_rate: Step size of SGD on a user's copy.
         clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips a
             token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
     """
@@ -106,7 +104,6 @@ class PPO(_Advantage):
     baseline: Baseline = "loo"
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
-    local_optimizer: Literal["sgd", "adam"] = "sgd"
     local_learning_rate: PositiveFloat = 0.1
     clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
 

@@ -169,8 +169,7 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     Earlier results stay: an audit that refuted the claim is not undone by one that did not.
     """
     card = read_card(folder)
-    audits = [*audits_on(card), audit]
-    card = {name: value for name, value in card.items() if name != "audit"} | {"audits": audits}
+    card["audits"] = [*audits_on(card), audit]
     write_json(folder.privacy, card)
     text = model_card(load_any_recipe(folder.recipe), card)
     if (folder.policy / FILE).is_file():

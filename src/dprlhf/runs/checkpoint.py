@@ -148,7 +148,7 @@ def check_frozen(model: torch.nn.Module, state: Mapping[str, Any], *, tolerance:
     Raises:
         DprlhfError: They are not: the adapter would go on, without a word, on another base model.
     """
-    found, held = frozen_sums(model), state.get("frozen", {})
+    found, held = frozen_sums(model), state["frozen"]
     both = found.keys() & held.keys()  # sharded weights are in neither
     if (found and held and not both) or not all(
         math.isclose(found[name], held[name], rel_tol=tolerance, abs_tol=tolerance) for name in both

@@ -8,7 +8,6 @@ counts in full, whether it was finished or not.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -201,7 +200,7 @@ def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Reco
             "run": terms["key_commitment"],
             "name": name,
             "stage": recipe.stage,
-            "unit": terms.get("unit", recipe.data.user_column),
+            "unit": terms["unit"],
             "delta": terms["delta"],
             "mechanism": cost_terms(terms),
             "disjoint": terms.get("disjoint", []),
@@ -428,38 +427,13 @@ def runs_of_object(model: Any) -> set[str]:
 
 
 def runs_of_model(model: str, revision: str | None = None) -> set[str]:
-    """Return the runs (by commitment) that tuned a model, as its record or its run's card says.
+    """Return the runs (by commitment) that tuned a model, as its record says.
 
     Args:
         model: A folder, or a hub id, of which only what is on this machine is read.
         revision: Branch, tag or commit of a hub id; None for its main branch.
 
     Raises:
-        DprlhfError: The record or the card cannot be read.
+        DprlhfError: The record cannot be read.
     """
-    found = {carried["runs"][0]["run"] for carried in carried_by(model, revision)}
-    place = Path(model)
-    if found or not place.is_dir():
-        return found
-    # Earlier versions left a card alone, in the model's folder or the one above it.
-    for card in (place / "privacy.json", place.parent / "privacy.json"):
-        if card.is_file() and (run := _run_of_card(card)) is not None:
-            return {run}
-    return set()
-
-
-def _run_of_card(card: Path) -> str | None:
-    """Return the run (by commitment) that a card names; None where the file is of somebody else.
-
-    Raises:
-        DprlhfError: It cannot be read, so that it may be a damaged card of a run.
-    """
-    try:
-        told = json.loads(card.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise DprlhfError(
-            f"{card}: it cannot be read as JSON, so whether a private run tuned the model is not"
-            " known; take it from the run's folder again, or remove it if no run has written it"
-        ) from None
-    run = told.get("run") if isinstance(told, dict) else None
-    return run if isinstance(run, str) else None
+    return {carried["runs"][0]["run"] for carried in carried_by(model, revision)}

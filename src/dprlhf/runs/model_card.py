@@ -134,8 +134,6 @@ def in_plain_words(card: dict[str, Any]) -> str:
     """
     if not card["private"]:
         return "nothing is promised: whoever has the model may find out who took part."
-    if "risk" not in card:  # a card of an earlier version
-        return str(card.get("in_plain_words", "the risk of a guess was not computed."))
     if card["risk"] is None:
         return "with the earlier runs together, nothing is promised."
     return (
@@ -173,7 +171,7 @@ def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
         card: Content of ``privacy.json``.
     """
     several = card.get("audits", [])
-    held = [card.get("audit"), *(several if isinstance(several, list) else [])]
+    held = several if isinstance(several, list) else []
     return [audit for audit in held if isinstance(audit, dict)]
 
 

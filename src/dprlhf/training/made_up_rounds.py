@@ -225,7 +225,7 @@ def contributions(
         quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
         for batch in micro_batches(rows, size, alone=policy.mixes_rows is not None):
-            yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0, None)]
+            yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0)]
     elif getattr(update, "least_squares", None) is not None:
         part = 2 if isinstance(update, recipe.REBEL) else 1
         for users, _, gradients, _ in user_gradients(

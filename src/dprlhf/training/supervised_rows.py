@@ -34,7 +34,8 @@ def check_columns(data: Data) -> None:
 
 def _column_keys(data: Data) -> list[str]:
     """Return the keys of the columns that a task reads; an implicit prompt has none of its own."""
-    keys = [key for key in type(data).model_fields if key.endswith("_column")]
+    pairs = [key for key in ("chosen_column", "rejected_column") if hasattr(data, key)]
+    keys = [*(key for key in type(data).model_fields if key.endswith("_column")), *pairs]
     unread = {"user_column"}
     if getattr(data, "label_column", None) is not None:
         unread |= {"chosen_column", "rejected_column"}

@@ -19,8 +19,7 @@ Departures from the paper:
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
   is truncated at ``LARGEST_RATIO``. ``clip_range`` applies to the second (as arXiv
   2110.00641 does), or it would exclude tokens because of the policy that sampled them.
-- The local Adam starts from the last released vector and its square, as in appendix C.2.3; they are
-  estimates already, so no bias is corrected. Before the first release it starts from zero.
+- A copy is trained by plain SGD, not by appendix C.2.3's Adam.
 - In a subspace there is no radius: only the part of a move that lies in it is clipped.
 - No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
 """
@@ -41,39 +40,26 @@ from dprlhf.gradients.micro_batches import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.optimizers import remember_release, remembered_release
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
-_BETAS = (0.9, 0.999)
-# As in CleanRL's PPO, which the paper builds on. With a much smaller value, Adam would make full
-# steps along gradients that are only rounding errors.
-_EPS = 1e-5
-
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     """Release the mean of the users' clipped moves θ − θ₀, and take a step along it."""
-    start = None
-    if spec.local_optimizer == "adam":
-        start = remembered_release(round_.policy.parameters.values(), round_.optimizer)
     weights = round_.responses.map(
         token_weights,
         round_advantage_weights(round_, spec.baseline),
         round_.log_ratio(spec.batch_size),
     )
-    moves = round_.responses.map(partial(_moves, round_, spec, start), round_.valid, weights)
-    released = round_.release(round_.clipped_vectors(moves))
-    round_.step(released)
-    if spec.local_optimizer == "adam":
-        remember_release(round_.policy.parameters.values(), round_.optimizer, released)
+    moves = round_.responses.map(partial(_moves, round_, spec), round_.valid, weights)
+    round_.step(round_.release(round_.clipped_vectors(moves)))
 
 
 def _moves(
     round_: PrivateRound,
     spec: recipe.PPO,
-    start: torch.Tensor | None,
     responses: Responses,
     valid: NDArray[np.bool_],
     weights: Array,
@@ -85,8 +71,7 @@ def _moves(
     for batch in micro_batches(
         responses, spec.batch_size, alone=round_.policy.mixes_rows is not None
     ):
-        moves = train_copies(round_.policy, responses, weights, batch, spec, bound, start)
-        # A zero advantage is not enough: Adam's first moment would move the copy.
+        moves = train_copies(round_.policy, responses, weights, batch, spec, bound)
         of_users = torch.from_numpy(valid[batch.users]).to(moves.device)
         yield batch.users, torch.where(of_users[:, None], moves, 0.0)
         if round_.tick is not None:
@@ -124,7 +109,6 @@ def train_copies(
     batch: MicroBatch,
     spec: recipe.PPO,
     bound: float,
-    start: torch.Tensor | None,
 ) -> torch.Tensor:
     """Train a copy for each user of a micro-batch, fillers included.
 
@@ -133,9 +117,8 @@ def train_copies(
         responses: The responses of all of the round's users.
         weights: Weight of each response token in the surrogate, ``[all rows, response]``.
         batch: The users and rows of the micro-batch.
-        spec: The local optimizer and its number of steps.
+        spec: The local step size and number of steps.
         bound: Largest ‖θ − θ₀‖ after the projection.
-        start: The released vector that Adam's moments start from, ``[dimension]``; None for 0.
 
     Returns:
         The moves θ − θ₀, ``[users, dimension]``, not yet projected after the last step.
@@ -151,20 +134,11 @@ def train_copies(
     count = real.sum(1, keepdim=True).to(weight)
     passes = _Passes(policy, tokens, mask, responses, batch)
     moves: torch.Tensor = parameter.new_zeros(users, policy.dimension)
-    first = second = torch.zeros_like(moves)
-    if start is not None:
-        first, second = first + start, second + start**2
-    steps = itertools.product(range(spec.epochs), range(spec.minibatches))
-    for step, (epoch, part) in enumerate(steps, 1):
+    for epoch, part in itertools.product(range(spec.epochs), range(spec.minibatches)):
         chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
         of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
         moves = project(moves, bound)
         gradient = passes.gradient(moves, of_token, spec.clip_range)
-        if spec.local_optimizer == "adam":
-            first = first.lerp(gradient, 1 - _BETAS[0])
-            second = second.lerp(gradient**2, 1 - _BETAS[1])
-            bias = [1 - beta**step if start is None else 1.0 for beta in _BETAS]
-            gradient = first / bias[0] / ((second / bias[1]).sqrt() + _EPS)
         moves = moves + spec.local_learning_rate * gradient
     return moves
 

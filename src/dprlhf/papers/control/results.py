@@ -1,31 +1,27 @@
-"""From finished runs to results on file, tables beside the papers' numbers, and plots."""
+"""From finished runs to results on file, and tables beside the papers' numbers."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 
 from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
 from dprlhf.papers.control.policies import Array
 from dprlhf.papers.control.run_rows import MeasuredRow
 from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
-from dprlhf.papers.errata import rio_b1_classical_epsilon, rio_b1_zhao_epsilon
-from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.runs.measurements import Result, write_results
 
 
 def write(found: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
-    """Write ``results/control.json``, ``results/control.md`` and the plots, and return the table.
+    """Write ``results/control.json`` and ``results/control.md``, and return the table.
 
     Args:
         found: by table.
-        out: the folder of ``results/`` and ``images/``.
+        out: the folder of ``results/``.
         command: how to measure it again.
         seeds: how many were asked for.
     """
@@ -34,9 +30,6 @@ def write(found: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: i
     write_results(out / "results" / "control.json", results)
     text = markdown(found, seeds)
     (out / "results" / "control.md").write_text(text, encoding="utf-8")
-    images = out / "images"
-    images.mkdir(parents=True, exist_ok=True)
-    plots(everything, images)
     return text
 
 
@@ -222,111 +215,3 @@ def _line(row: MeasuredRow, rows: list[MeasuredRow], usual: str) -> str:
 
 def _epsilon(value: float) -> str:
     return "∞" if math.isinf(value) else f"{value:g}"
-
-
-def plots(found: Sequence[MeasuredRow], images: Path) -> None:
-    """Draw learning curves, regret, sample complexity and ε(z)."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def save(name: str, draw: Callable[[Any], bool], width: float = 10, panels: int = 1) -> None:
-        figure, axes = plt.subplots(1, panels, figsize=(width, 3.6), squeeze=False)
-        if draw(axes[0]):
-            figure.tight_layout()
-            figure.savefig(images / name, dpi=100)
-        plt.close(figure)
-
-    save("control_curves.png", lambda axes: _curves(axes, found), 12, 3)
-    save("control_regret.png", lambda axes: _regret(axes, found), 9, 2)
-    save("control_bandits.png", lambda axes: _bandits(axes, found), 13, len(BANDIT_EPSILONS))
-    save("control_epsilon_of_z.png", _epsilon_of_z, 5, 1)
-
-
-def _band(axis: Any, row: MeasuredRow, label: str) -> None:
-    lines = np.array([run["curve"] for run in row.runs])
-    if lines.ndim != 3 or not lines.shape[1]:
-        return
-    x, y = lines[0, :, 0], lines[:, :, 1]
-    # The 95% confidence band of the mean.
-    half = 1.96 * y.std(0) / math.sqrt(len(y))
-    axis.plot(x, y.mean(0), lw=1.2, label=label)
-    axis.fill_between(x, y.mean(0) - half, y.mean(0) + half, alpha=0.2)
-
-
-def _curves(axes: Any, found: Sequence[MeasuredRow]) -> bool:
-    drawn = False
-    groups = (
-        ("CartPole", ("cartpole/pg/log", "cartpole/npg/log")),
-        ("Acrobot and dosing", ("acrobot/rio/", "dosing")),
-        ("HalfCheetah and Hopper", ("halfcheetah", "hopper")),
-    )
-    for axis, (title, starts) in zip(axes, groups, strict=True):
-        for row in found:
-            if row.row.kind == "train" and row.row.name.startswith(starts) and row.runs:
-                _band(axis, row, row.row.name.replace("cartpole/", "").replace("/log-linear", ""))
-                drawn = True
-        axis.set_title(title, fontsize=9)
-        axis.set_xlabel("users so far")
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(fontsize=6)
-    axes[0].set_ylabel("return")
-    return drawn
-
-
-def _regret(axes: Any, found: Sequence[MeasuredRow]) -> bool:
-    drawn = False
-    for axis, group in zip(axes, ("riverswim-0.6", "riverswim-0.9"), strict=True):
-        for epsilon in (1.0, 5.0):
-            mine = [
-                r for r in found
-                if r.row.kind == "regret" and r.row.group == group and r.runs
-                and r.row.settings["privacy.epsilon"] == epsilon
-            ]  # fmt: skip
-            best = best_ucbvi(found, group, epsilon)
-            for row in [*mine, *([best] if best else [])]:
-                _band(axis, row, row.row.name.removeprefix(f"{group}/"))
-                drawn = True
-        axis.set_title(f"Riverswim, p = {group[-3:]}", fontsize=9)
-        axis.set_xlabel("episodes (users)")
-        axis.set_ylabel("cumulative regret")
-        axis.set_yscale("symlog", linthresh=100)
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(fontsize=6)
-    return drawn
-
-
-def _bandits(axes: Any, found: Sequence[MeasuredRow]) -> bool:
-    drawn = False
-    for axis, epsilon in zip(axes, BANDIT_EPSILONS, strict=True):
-        for number, update in enumerate(BANDIT_UPDATES):
-            users, means = _bandit_line(found, update, epsilon)
-            if len(users):
-                axis.loglog(users, means, "o-", ms=3, lw=1, color=f"C{number}", label=update)
-                drawn = True
-        axis.set_title(f"ε = {_epsilon(epsilon)}", fontsize=9)
-        axis.set_xlabel("users N")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel("J* − J")
-    if drawn:
-        axes[-1].legend(fontsize=6)  # without privacy no oracle refuses
-    return drawn
-
-
-def _epsilon_of_z(axes: Any) -> bool:
-    """Rio's figure 3 with the exact curve."""
-    z = np.geomspace(0.05, 30, 60)
-    axis = axes[0]
-    first = [rio_b1_classical_epsilon(v, 1e-5) for v in z]
-    valid = np.array(first) < 1
-    axis.loglog(z[valid], np.array(first)[valid], "C0--", label="Rio B.1, first formula (ε < 1)")
-    second = [rio_b1_zhao_epsilon(v, 1e-5) for v in z]
-    axis.loglog(z[~valid], np.array(second)[~valid], "C1--", label="Rio B.1, second formula")
-    axis.loglog(z, [gaussian_epsilon(v, 1e-5) for v in z], "k", label="exact, zero-out")
-    axis.loglog(z, [gaussian_epsilon(v / 2, 1e-5) for v in z], "k:", label="exact, replace-one")
-    axis.set_xlabel("noise multiplier z")
-    axis.set_ylabel("ε at δ = 1e-5")
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=7)
-    return True

@@ -1,8 +1,7 @@
 """Runs the rows of the papers' tables, in parallel processes.
 
 Every finished (row, seed) is a JSON file under ``runs/``, named by a digest of what was run; a
-second call does what is missing. :mod:`dprlhf.papers.control.results` writes results, tables and
-plots.
+second call does what is missing. :mod:`dprlhf.papers.control.results` writes results and tables.
 """
 
 from __future__ import annotations
@@ -109,16 +108,13 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> An
     if row.kind == "regret":
         return _regret(recipe, key, seed)
     outcome = train(recipe, key=key, seed=seed)
-    return _result(outcome, float(outcome.returns.mean()), outcome.curve)
+    return _result(outcome, float(outcome.returns.mean()))
 
 
-def _result(
-    outcome: ControlOutcome, value: float, curve: list[tuple[float, float]]
-) -> dict[str, Any]:
+def _result(outcome: ControlOutcome, value: float) -> dict[str, Any]:
     plan = outcome.plan
     return {
         "value": value,
-        "curve": curve,
         "epsilon": plan.terms()["epsilon"],
         "delta": plan.guarantee.delta,
         "adjacency": plan.adjacency,
@@ -147,11 +143,8 @@ def _regret(recipe: ControlRecipe, key: bytes, seed: int) -> dict[str, Any]:
         losses.append(environment.best - float(np.mean(values)))
 
     outcome = train(recipe, key=key, seed=seed, watch=watch)
-    m = outcome.plan.expected_batch_size
-    regret = np.cumsum(np.array(losses) * m)
-    at = m * np.arange(1, len(losses) + 1)
-    curve = [(float(x), float(y)) for x, y in zip(at, regret, strict=True)]
-    return _result(outcome, float(regret[-1]), curve)
+    regret = sum(losses) * outcome.plan.expected_batch_size
+    return _result(outcome, float(regret))
 
 
 def _ucbvi(row: TableRow, seed: int, seeds: int) -> list[dict[str, Any]]:
@@ -161,11 +154,9 @@ def _ucbvi(row: TableRow, seed: int, seeds: int) -> list[dict[str, Any]]:
         Riverswim(given["p"]), given["episodes"], counting, bonus=given["bonus"], seed=seed,
         runs=seeds, every=10,
     ).cumsum(1)  # fmt: skip
-    at = np.unique(np.linspace(1, regret.shape[1], 101).astype(int)) - 1
     return [
         {
             "value": float(line[-1]),
-            "curve": [(float(k + 1), float(line[k])) for k in at],
             "epsilon": given["epsilon"],
             "delta": 0.0 if given["mechanism"] == "laplace" else counting.delta,
             "adjacency": "zero-out",

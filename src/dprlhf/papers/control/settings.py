@@ -186,8 +186,6 @@ class ControlRecipe(Settings):
         update: The algorithm: ``pg``, ``npg`` or ``pgpe``.
         optimizer: The server-side optimizer, which steps along what each round releases.
         evaluation_episodes: Fresh simulated trajectories that evaluate the final policy.
-        curve_episodes: Fresh simulated trajectories for each point of the learning curve.
-        curve_points: Number of points of the learning curve.
     """
 
     environment: str
@@ -200,8 +198,6 @@ class ControlRecipe(Settings):
     )
     optimizer: Optimizer = Optimizer(name="sgd", learning_rate=1.0)
     evaluation_episodes: PositiveInt = 192
-    curve_episodes: PositiveInt = 64
-    curve_points: Annotated[int, Field(ge=0)] = 8
 
     @model_validator(mode="after")
     def _linear_has_no_scores(self) -> ControlRecipe:

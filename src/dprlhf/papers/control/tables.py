@@ -47,7 +47,7 @@ class TableRow:
         paper: The paper's figure, as printed, with the privacy that it claims.
         goal: The least value that is asked for; None without a goal.
         note: A remark shown beside the name.
-        group: The task, by which plots pick their rows.
+        group: The task.
     """
 
     name: str
@@ -217,7 +217,7 @@ def _rio_mujoco() -> list[TableRow]:
         "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
         "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)", "its trunk"),
     }
-    untrained = {"users": 1, "rounds": 1, "curve_points": 0, "optimizer__learning_rate": 1e-9}
+    untrained = {"users": 1, "rounds": 1, "optimizer__learning_rate": 1e-9}
     for task, (goal, paper, seen) in mujoco.items():
         note = f"positions of the joints, linear in {seen}"
         rows.append(

@@ -37,13 +37,11 @@ class ControlOutcome:
         theta: the final parameters, ``[d]``.
         plan: with the guarantee.
         returns: Returns of the final policy on fresh simulated trajectories, ``[episodes]``.
-        curve: (users so far, mean return) of the policies on the way.
     """
 
     theta: Array
     plan: Plan
     returns: Array
-    curve: list[tuple[float, float]]
 
 
 def train(
@@ -74,7 +72,6 @@ def train(
     optimizer = make_optimizer(recipe.optimizer, [theta], plan.noise_std / plan.expected_batch_size)
     memory: dict[str, float] = {}
     leak: dict[str, Private[Any]] = {}
-    curve: list[tuple[float, float]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Ledger(Path(folder) / "ledger.jsonl", plan.terms())) as ledger,
@@ -93,13 +90,10 @@ def train(
             )
             set_learning_rate(optimizer, recipe.optimizer, t, plan.rounds)
             UPDATES[recipe.update.name](round_, recipe.update)
-            if recipe.curve_points and t % max(1, plan.rounds // recipe.curve_points) == 0:
-                fresh = evaluate(environment, policy, now, (seed, 2, t), recipe.curve_episodes)
-                curve.append((t * plan.users / plan.rounds, float(fresh.mean())))
             ledger.commit(t)
     final = theta.detach().numpy().copy()
     returns = evaluate(environment, policy, final, (seed, 3), recipe.evaluation_episodes)
-    return ControlOutcome(final, plan, returns, curve)
+    return ControlOutcome(final, plan, returns)
 
 
 @lru_cache
