@@ -68,6 +68,17 @@ def spellings(folder: Path) -> int:
     return counted(pd.DataFrame({"user": ["x", *names], "prompt": ["a"] * 6}), folder) - 2
 
 
+def refusal_with_a_count(folder: Path) -> int:
+    """Return whether a refused ``skip`` prints how many rows there are."""
+    file = folder / "rows.jsonl"
+    file.write_text('{"user": "a", "prompt": "x"}\n' * 7)
+    try:
+        load_rows(Data(path=str(file), user_column="user", skip=100))
+    except DprlhfError as refused:
+        return int("7" in str(refused).replace(str(folder), ""))
+    return 0
+
+
 def copies(folder: Path) -> int:
     """Return how many files of private rows a killed program would leave."""
     place = folder / "temporary"
@@ -147,6 +158,7 @@ def main() -> None:
     measures: dict[str, tuple[Callable[[Path], float], str, float]] = {
         "further users by carriage returns in a text": (carriage_returns, "users", 0),
         "further users by the spelling of a name": (spellings, "users", 0),
+        "refusals that print the number of rows": (refusal_with_a_count, "refusals", 0),
         "files of rows that a kill leaves": (copies, "files", 0),
         "memory for a prompt of 14 MB": (memory, "MB", 100),
         "agent's rounds ended by a text": (texts_among_conversations, "rounds", 0),

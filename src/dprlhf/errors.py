@@ -56,7 +56,6 @@ REMOVED = {
     "rewards.batch_size": "a classifier scores 32 texts at once",
     "revision": "write it behind the hub id: org/name@revision",
     "min_new_tokens": "a response may end at any token",
-    "data.skip": "data.limit takes the first rows; give the others a file of their own",
     "data.prompts_per_round": "data.max_prompts_per_user bounds a user's part in a round",
     "privacy.reward_share": "the mean reward takes 1% of the clip norm in every run",
     "kl.level": "the penalty of a response is taken as a whole",

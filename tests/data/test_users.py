@@ -751,7 +751,7 @@ def test_a_part_of_a_split_is_not_read_as_all_of_it(tmp_path: Path, place: str, 
     rows.to_json(tmp_path / "rows.jsonl")
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
-    with pytest.raises(DprlhfError, match="limit selects the first") as refused:
+    with pytest.raises(DprlhfError, match="skip and limit") as refused:
         load_rows(Data(path=str(tmp_path / place), split=split))
     assert split in str(refused.value)
 
@@ -895,7 +895,7 @@ def test_the_lines_of_a_text_file_are_the_same_for_users_and_for_samples(tmp_pat
     assert made.count == 3
     assert prompts_of(made) == [[line] for line in lines]
     assert prompts_in(file, "prompt") == lines
-    assert load_rows(Data(path=str(file), limit=2))["prompt"][:] == lines[:2]
+    assert load_rows(Data(path=str(file), skip=1))["prompt"][:] == lines[1:]
     file.write_text("\n \n", encoding="utf-8")
     assert len(load_rows(Data(path=str(file)))) == 0
 

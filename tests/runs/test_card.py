@@ -104,8 +104,9 @@ def test_a_selection_of_rows_is_told() -> None:
     """Were it taken anew without a row, the next one would move up: two users would change."""
     for data, told in (
         ({}, ""),
+        ({"skip": 1}, "which rows data.skip selects: "),
         ({"limit": 100}, "which rows data.limit selects: "),
-        ({"split": "train[:90%]", "limit": 100}, "which rows data.limit and data.split select: "),
+        ({"skip": 1, "limit": 100}, "which rows data.skip and data.limit select: "),
         ({"split": "train[:90%]"}, "which rows data.split selects: "),
     ):
         recipe = recipe_of(None)

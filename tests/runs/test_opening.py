@@ -299,7 +299,7 @@ def test_each_run_is_compared_with_all_before_it(tmp_path: Path) -> None:
 
 FIXED: dict[str, Any] = {
     "rewards__0__weight": 2.0, "reward_range": 1.0, "kl": {"beta": 0.1}, "seed": 3, "rounds": 5,
-    "data__max_prompts_per_user": 2, "data__max_prompt_tokens": 7,
+    "data__max_prompts_per_user": 2, "data__max_prompt_tokens": 7, "data__skip": 1,
     "data__limit": 5, "update__clip_norm": 0.5, "update__name": "grpo", "rollout__responses": 8,
     "rollout__temperature": 0.5, "optimizer__learning_rate": 0.5, "policy__adapter__rank": 3,
     "policy__model_name_or_path": "other", "privacy__epsilon": 2.0, "privacy__delta": 1e-7,

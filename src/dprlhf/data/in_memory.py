@@ -19,7 +19,7 @@ Reward = Any
 """A reward, or a list of them, as :func:`~dprlhf.data.given_rewards.given_rewards` takes them."""
 
 _PLACE = {
-    "path": IN_MEMORY, "name": None, "split": "train", "limit": None,
+    "path": IN_MEMORY, "name": None, "split": "train", "skip": 0, "limit": None,
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def load_rows(spec: recipe.Data) -> Any:
                 f"data {spec.path!r}: could not be loaded ({type(error).__name__}); check"
                 f" the file, its format, and the split {spec.split!r}"
             ) from None
-    return with_conversations(_limited(rows, spec.limit), spec.prompt_column)
+    return with_conversations(_skip_and_limit(rows, spec), spec.prompt_column)
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def _refuse_part(spec: recipe.Data) -> None:
     if "[" in spec.split or "+" in spec.split:
         raise DprlhfError(
             f"data {spec.path!r}: the split {spec.split!r} selects rows of a dataset on the hub;"
-            " of rows of one's own, limit selects the first"
+            " of rows of one's own, skip and limit select some"
         )
 
 
@@ -222,8 +222,14 @@ def _load_folder(folder: Path, spec: recipe.Data) -> Any:
     return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=own_cache())
 
 
-def _limited(rows: Any, limit: int | None) -> Any:
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
+    if not spec.skip and spec.limit is None:
+        return rows
+    end = len(rows) if spec.limit is None else min(spec.skip + spec.limit, len(rows))
+    if spec.skip and spec.skip >= end:
+        # How many rows there are is private, unlike the number of users.
+        raise DprlhfError(f"data {spec.path!r}: skip {spec.skip} leaves no row")
+    return rows.select(range(spec.skip, end))
 
 
 def rows_without_value(column: pa.ChunkedArray) -> list[int]:

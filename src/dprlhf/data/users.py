@@ -409,7 +409,7 @@ class Users:
             self._told.add(place)
             clear = isinstance(problem, DprlhfError)
             why = str(problem) if clear else type(problem).__name__
-            self.tell(f"row {place + 1} is left out: it cannot be read ({why})")
+            self.tell(f"row {self._spec.skip + place + 1} is left out: it cannot be read ({why})")
 
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
 
@@ -30,7 +30,8 @@ class Data(Settings):
             its beginning. Private updates without it take the length of 99 of 100 public prompts,
             or 512 without public ones and what an agent's tools take, but no more than the model's
             context leaves.
-        limit: Number of rows that are used, from the start; null uses all.
+        skip: Number of rows at the start that are left out.
+        limit: Number of rows after these that are used; null uses all.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Data(Settings):
     max_prompts_per_user: PositiveInt = 4
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
+    skip: Annotated[int, Field(ge=0)] = 0
     limit: PositiveInt | None = None
 
     @property
@@ -81,7 +83,7 @@ class PublicData(Settings):
 
     def like(self, data: D) -> D:
         """Return the section of these rows, each a user of its own, as a run's rows are read."""
-        own = {"user_column": None, "max_prompts_per_user": 1, "limit": None}
+        own = {"user_column": None, "max_prompts_per_user": 1, "skip": 0, "limit": None}
         return data.model_copy(update={**dict(self), **own})
 
 

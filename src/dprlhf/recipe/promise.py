@@ -46,7 +46,7 @@ def check_promise(
 
 
 def same_rows(a: Data, b: Data | PublicData) -> bool:
-    """Return whether two sections may name the same rows, ``limit`` left aside."""
+    """Return whether two sections may name the same rows, ``skip`` and ``limit`` left aside."""
     if IN_MEMORY in (a.path, b.path) or _place(a.path) != _place(b.path):
         return False
     place = Path(_place(a.path))

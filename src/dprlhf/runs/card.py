@@ -121,7 +121,7 @@ def _guides(recipe: AnyRecipe) -> list[str]:
 
 def _selection(recipe: AnyRecipe) -> list[str]:
     data = recipe.data
-    given = {"limit": data.limit is not None, "split": "[" in data.split}
+    given = {"skip": bool(data.skip), "limit": data.limit is not None, "split": "[" in data.split}
     named = " and ".join(f"data.{name}" for name, selects in given.items() if selects)
     if not named:
         return []
