@@ -13,6 +13,8 @@ import torch
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.users import Users
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training.feedback import Reactions, log_probability, reaction
 from helpers import runs, tiny
@@ -283,3 +285,19 @@ def test_it_learns_without_noise(
     assert run.after["loss"].mean < run.before["loss"].mean - 0.005
     last = json.loads((tmp_path / "free/evaluation.json").read_text())["after"]
     assert set(last) == set(recipe.FeedbackRecipe.public_losses)
+
+
+@pytest.mark.parametrize("bad", ["words", None, "nan", "1e999"])
+def test_a_row_without_feedback_leaves_the_sum_as_a_blank_user_does_to_the_bit(bad: Any) -> None:
+    """Whatever stands in place of its label, its user moves no bit of the others' part."""
+    spec, trained = settings(data=DATA), wide_policy(0.3)
+    task, found = task_of(spec, trained), []
+    for values in ({"label": bad}, {"label": None, "prompt": None, "completion": None}):
+        rows = [
+            {**r, "label": str(r["label"])} | (values if r["user"] == "a" else {}) for r in ROWS
+        ]
+        users = Users(rows_from(rows, "prompt"), spec.data)
+        read = users.readable(np.arange(3), lambda some: task.encode(trained, some))
+        assert sorted(read.users.tolist()) == [1, 1, 1, 2, 2]
+        found.append(user_sums(task, trained, read, 0.05)[0])
+    assert torch.equal(*found)

@@ -169,7 +169,15 @@ def note_audit(folder: RunFolder, audit: dict[str, Any]) -> None:
     Earlier results stay: an audit that refuted the claim is not undone by one that did not.
     """
     card = read_card(folder)
-    card["audits"] = [*audits_on(card), audit]
+    _rewrite(folder, card | {"audits": [*audits_on(card), audit]})
+
+
+def note_value(folder: RunFolder, value: dict[str, str]) -> None:
+    """Add what a run released of the value of its policy to its card, and to its model card."""
+    _rewrite(folder, read_card(folder) | {"value": value})
+
+
+def _rewrite(folder: RunFolder, card: dict[str, Any]) -> None:
     write_json(folder.privacy, card)
     text = model_card(load_any_recipe(folder.recipe), card)
     if (folder.policy / FILE).is_file():

@@ -53,7 +53,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
 
 In plain words: {in_plain_words(card)}
 
-Data set of the users: {card.get("dataset", recipe.data.path)}.
+{_valued(card)}Data set of the users: {card.get("dataset", recipe.data.path)}.
 
 Earlier runs: {card.get("earlier_runs", "see above")}.
 
@@ -82,6 +82,12 @@ Assumptions:
 
 {assumptions}
 """
+
+
+def _valued(card: dict[str, Any]) -> str:
+    """Return a paragraph on the value of the policy, of a run that released it."""
+    found = [f"the {name} policy {value}" for name, value in card.get("value", {}).items()]
+    return f"Mean feedback by the users' logs: {'; '.join(found)}.\n\n" if found else ""
 
 
 def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:

@@ -39,6 +39,7 @@ from dprlhf.recipe import FeedbackRecipe
 from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
+from dprlhf.runs.card import note_value
 from dprlhf.runs.folder import write_json
 from dprlhf.training.logged_value import LoggedValue, Value, of_users
 from dprlhf.training.rounds import released_values
@@ -324,12 +325,13 @@ class FromFeedback(Supervised):
         return self._logged.estimates(size, update.baseline, update.reward_range)
 
     def write(self, run: Run, before: Losses, after: Losses) -> None:
-        """Also write the value of the policy to ``evaluation.json``."""
+        """Also write the value of the policy to ``evaluation.json`` and to the cards."""
         super().write(run, before, after)
         if found := self.values(run):
             file = run.folder.evaluation
             held = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             write_json(file, held | {"value": {n: asdict(v) for n, v in found.items()}})
+            note_value(run.folder, {n: str(v) for n, v in found.items()})
 
     def result(self, run: Run, before: Losses, after: Losses) -> FeedbackResult:
         """Return the tuned model, the guarantee, the public losses and the value of the policy."""
