@@ -837,7 +837,7 @@ def test_a_broken_file_is_named_and_not_quoted(
     assert "CANARY" not in streams.out + streams.err
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "train.jsonl"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "train.jsonl"])
 def test_no_bar_shows_how_many_rows_were_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -848,6 +848,8 @@ def test_no_bar_shows_how_many_rows_were_read(
     rows = pd.DataFrame({"prompt": [f"prompt {i}" for i in range(1_237)]})
     if name.endswith(".csv"):
         rows.to_csv(folder / name, index=False)
+    elif name.endswith(".parquet"):
+        rows.to_parquet(folder / name, index=False)
     else:
         rows.to_json(folder / name, orient="records", lines=True)
     datasets.enable_progress_bars()
