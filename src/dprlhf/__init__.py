@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
     from dprlhf.runs.publish import merge
+    from dprlhf.runs.withdrawal import erase
 
 _HOMES = {
     "DprlhfError": "errors",
     "Plan": "privacy.plan",
     "Recipe": "recipe",
+    "erase": "runs.withdrawal",
     "generate": "api",
     "load_recipe": "recipe",
     "make_plan": "privacy.plan",
@@ -55,6 +57,7 @@ __all__ = [
     "DprlhfError",
     "Plan",
     "Recipe",
+    "erase",
     "generate",
     "load_recipe",
     "make_plan",

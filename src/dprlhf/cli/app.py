@@ -36,7 +36,7 @@ COMMANDS = {
     },
     "After a run": {
         "report": "folders", "comply": "folders", "generate": "folders", "merge": "folders",
-        "push": "folders",
+        "push": "folders", "erase": "folders",
     },
     "Privacy": {"plan": "plan", "privacy": "privacy", "audit": "privacy", "budget": "budget"},
     "Papers": {"bench": "bench"},

@@ -111,3 +111,38 @@ def push(
         typer.echo("\n".join(f"  {file} ({size:,} bytes)" for file, size in files_to_push(run)))
     else:
         typer.echo(upload(run, repo, private=not public))
+
+
+def erase(
+    run: Run,
+    user: Annotated[
+        list[str],
+        typer.Option(
+            "--user",
+            help="A name in the user column, or without one the number of a row; may be repeated.",
+        ),
+    ],
+) -> None:
+    """Leave people who withdraw out of all that a stopped run has not released yet.
+
+    Prints what the released rounds can still reveal of all who have withdrawn so far.
+    """
+    from dprlhf.runs.model_card import percent
+    from dprlhf.runs.withdrawal import STATEMENTS
+    from dprlhf.runs.withdrawal import erase as withdraw
+
+    said = withdraw(run, user)
+    typer.echo(
+        f"{said['people']} withdrawn so far; {said['released']} of {said['rounds']} rounds were"
+        " released before, and the others will have nothing of them"
+    )
+    if said["risk"] is None:
+        typer.echo("no noise was added: nothing bounds what the released rounds reveal")
+        return
+    guess = percent(said["risk"]["best_guess"])
+    typer.echo(
+        f"whether they took part, all of them or none, a guess from all that is ever released is"
+        f" right in at most {guess} of 100 cases, where chance is right in 50\n"
+        f"statement: {run / 'secret' / STATEMENTS}; their rows may now be deleted from the"
+        f" data; go on with: dprlhf resume {run}"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,8 @@ class Users:
         spec: The recipe's section: the columns, and the bound on the prompts of one user.
         may_lack_prompts: Whether rows may come without a column ``prompt``, because an environment
             gives the prompt. A row without one is known by all its columns.
+        absent: Numbers of users whose rows have been deleted. They count in N, and others have the
+            numbers that they had beside them.
 
     Attributes:
         count: Number N of users, which is assumed to be public.
@@ -153,8 +155,17 @@ class Users:
             conversations.
     """
 
-    def __init__(self, rows: Any, spec: recipe.Data, *, may_lack_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        spec: recipe.Data,
+        *,
+        may_lack_prompts: bool = False,
+        absent: Collection[int] = (),
+    ) -> None:
         self._rows = rows
+        self._may_lack_prompts = may_lack_prompts
+        self._absent = sorted({*absent})
         self._spec = spec
         if len(rows) == 0:
             raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
@@ -178,9 +189,13 @@ class Users:
         self._too_large = _too_large(rows)
         self.tell: Callable[[str], object] = lambda line: None
         self._told: set[int] = set()
-        self._order, self._starts = _group(rows, spec)
-        self.count = len(self._starts) - 1
-        sizes = np.diff(self._starts)
+        self._order, sizes = _group(rows, spec)
+        self.count = len(sizes) + len(self._absent)
+        if self._absent:
+            there = np.delete(np.arange(self.count), self._absent)
+            of_those, sizes = sizes, np.zeros(self.count, dtype=np.int64)
+            sizes[there] = of_those
+        self._starts = np.append(0, np.cumsum(sizes))
         self._kept = np.minimum(sizes, spec.max_prompts_per_user)
         self.dropped_prompts = Private(int((sizes - self._kept).sum()))
 
@@ -222,6 +237,58 @@ class Users:
             values = batch.to_pydict() if isinstance(batch, pa.Table) else batch
             state.update(json.dumps(values, sort_keys=True, default=str).encode())
         return Private(state.hexdigest())
+
+    def numbers_of(self, names: Sequence[str]) -> Private[list[int]]:
+        """Return the numbers of users, given by their names.
+
+        Args:
+            names: Names in the user column, as any file may spell them; without the column, the
+                numbers of rows in the data, from 1.
+
+        Raises:
+            DprlhfError: A name is nobody's.
+        """
+        column = self._spec.user_column
+        if column is None:
+            numbers = {str(n + 1): n for n in range(self.count)}
+        else:
+            there = np.flatnonzero(np.diff(self._starts))
+            first = self._rows.select(self._order[self._starts[there]])
+            named = first.select_columns([column])[column]
+            numbers = {known_as(name): int(n) for name, n in zip(named, there, strict=True)}
+        unknown = [name for name in names if known_as(name) not in numbers]
+        if unknown:
+            what = "row" if column is None else f"user in the column {column!r}"
+            raise DprlhfError(f"data {self._spec.path!r}: there is no {what} {unknown[0]!r}")
+        return Private([numbers[known_as(name)] for name in names])
+
+    def with_gaps(self, absent: Collection[int]) -> Users:
+        """Return the users of these rows if those of some users have been deleted from among them.
+
+        Args:
+            absent: The numbers of these users.
+        """
+        return Users(self._rows, self._spec, may_lack_prompts=self._may_lack_prompts, absent=absent)
+
+    def without(self, numbers: Collection[int]) -> Users:
+        """Return the users when the rows of some are deleted; the others keep their numbers.
+
+        Args:
+            numbers: The numbers of the users whose rows go.
+
+        Raises:
+            DprlhfError: Nobody is left.
+        """
+        owner = np.repeat(np.arange(self.count), np.diff(self._starts))
+        rows = np.sort(self._order[~np.isin(owner, list(numbers))])
+        if not len(rows):
+            raise DprlhfError(f"data {self._spec.path!r}: no user would be left")
+        return Users(
+            self._rows.select(rows),
+            self._spec,
+            may_lack_prompts=self._may_lack_prompts,
+            absent={*self._absent, *numbers},
+        )
 
     def identities(self) -> Private[NDArray[np.uint64]]:
         """Return hashes of each user's name (without a user column: of its prompt), sorted.
@@ -472,13 +539,14 @@ def _too_large(rows: Any) -> NDArray[np.bool_]:
 
 
 def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows in the order of their users, and the number of rows of each user."""
     if spec.user_column is None:
-        return np.arange(len(rows)), np.arange(len(rows) + 1)
+        return np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
     # Users are numbered as they arrive: by the rank of its name one user could move the others,
     # and with them the batches of a stream.
     owner = _codes(rows, spec)
     order = np.argsort(owner, kind="stable")
-    return order, np.append(0, np.cumsum(np.bincount(owner)))
+    return order, np.bincount(owner)
 
 
 def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:

@@ -117,6 +117,11 @@ class RunFolder:
         return self.secret / "key"
 
     @property
+    def withdrawn(self) -> Path:
+        """Numbers of the users who have withdrawn, and digests of the data without them."""
+        return self.secret / "withdrawn.json"
+
+    @property
     def operator(self) -> Path:
         """What the operator alone may read: which rows were cut, left out or unreadable."""
         return self.secret / "operator.txt"

@@ -55,6 +55,9 @@ def how_to_continue(folder: RunFolder, recipe: AnyRecipe) -> str:
     )
 
 
+_OTHER_USERS = "the users are not the ones that this run started with"
+
+
 def open_ledger(
     recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
 ) -> Ledger:
@@ -81,8 +84,7 @@ def open_ledger(
         write_atomically(digest_file, digest, mode=0o600)
     elif held != digest:
         raise DprlhfError(
-            f"data {recipe.data.path!r}: the users are not the ones that this run started with;"
-            " some would be drawn twice. Start a new run"
+            f"data {recipe.data.path!r}: {_OTHER_USERS}; some would be drawn twice. Start a new run"
         )
     return Ledger(
         folder.ledger,
@@ -94,6 +96,59 @@ def open_ledger(
             "key_commitment": commitment(key),
         },
     )
+
+
+def present(folder: RunFolder, users: Users) -> Users:
+    """Return a run's users without those who have withdrawn.
+
+    Args:
+        folder: The run folder.
+        users: Those of its data, from which rows of withdrawn users may have been deleted.
+    """
+    held, digest = _withdrawn(folder), open_private(users.digest())
+    if digest not in held["digests"]:  # nobody has withdrawn, or other data: a check says so
+        return users
+    deleted = held["digests"].index(digest)
+    before, after = held["users"][:deleted], held["users"][deleted:]
+    users = users.with_gaps({number for numbers in before for number in numbers})
+    gone = {number for numbers in after for number in numbers}
+    return users.without(gone) if gone else users
+
+
+def withdraw(folder: RunFolder, recipe: AnyRecipe, users: Users, names: Sequence[str]) -> int:
+    """Leave users out of the rest of a run, and return how many have withdrawn so far.
+
+    Args:
+        folder: The run folder, of a run that is stopped.
+        recipe: Its recipe.
+        users: Those of its data, without those who have withdrawn before.
+        names: As for :meth:`dprlhf.data.users.Users.numbers_of`.
+
+    Raises:
+        DprlhfError: The data are not those of the run, a name is nobody's, or nobody is left.
+    """
+    digest_file, digest = folder.secret / "data-digest", open_private(users.digest())
+    if digest != digest_file.read_text("utf-8"):
+        raise DprlhfError(f"data {recipe.data.path!r}: {_OTHER_USERS}")
+    held = _withdrawn(folder)
+    gone = {number for numbers in held["users"] for number in numbers}
+    new = sorted(set(open_private(users.numbers_of(names))) - gone)
+    if new:
+        after = open_private(users.without(new).digest())
+        held["users"].append(new)
+        held["digests"] = [*(held["digests"] or [digest]), after]
+        # In this order: after a crash between both the run is refused, and erasing again mends it.
+        write_atomically(folder.withdrawn, json.dumps(held), mode=0o600)
+        write_atomically(digest_file, after, mode=0o600)
+    return len(gone) + len(new)
+
+
+def _withdrawn(folder: RunFolder) -> dict[str, list[Any]]:
+    """Return the numbers of users by withdrawal, and the data's digests before and after each."""
+    if not folder.withdrawn.is_file():
+        return {"users": [], "digests": []}
+    held: dict[str, list[Any]] = json.loads(folder.withdrawn.read_text("utf-8"))
+    return held
 
 
 def check_declared_rows_unchanged(

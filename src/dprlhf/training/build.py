@@ -53,6 +53,7 @@ from dprlhf.runs.opening import (
     left_out,
     open_folder,
     open_ledger,
+    present,
     uncounted,
 )
 from dprlhf.training.layout import check_layout
@@ -120,6 +121,8 @@ def load_parts(
     earlier = processes.on_main(lambda: read_earlier(recipe)) if real else Earlier()
     rows = rows_of(recipe.data, sources.prompts)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
+    if folder is not None:
+        users = present(folder, users)
     stage.check_rows(rows)
     if real and processes.main:
         _say_if_rows_have_owners(recipe, users)
