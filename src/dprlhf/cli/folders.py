@@ -133,16 +133,16 @@ def erase(
 
     said = withdraw(run, user)
     typer.echo(
-        f"{said['people']} withdrawn so far; {said['released']} of {said['rounds']} rounds were"
-        " released before, and the others will have nothing of them"
+        f"{said['people']} withdrew; released before: {said['released']} of {said['rounds']} rounds"
     )
     if said["risk"] is None:
         typer.echo("no noise was added: nothing bounds what the released rounds reveal")
-        return
-    guess = percent(said["risk"]["best_guess"])
+    else:
+        typer.echo(
+            "from all that is ever released, a guess whether they took part is right in at most"
+            f" {percent(said['risk']['best_guess'])} of 100 cases, chance in 50"
+        )
     typer.echo(
-        f"whether they took part, all of them or none, a guess from all that is ever released is"
-        f" right in at most {guess} of 100 cases, where chance is right in 50\n"
-        f"statement: {run / 'secret' / STATEMENTS}; their rows may now be deleted from the"
-        f" data; go on with: dprlhf resume {run}"
+        f"statement in secret/{STATEMENTS}; their rows may be deleted now; go on with:"
+        f" dprlhf resume {run}"
     )

@@ -44,11 +44,11 @@ def erase(run: str | Path, users: Sequence[str], *, prompts: Any = None) -> dict
         prompts: The run's private rows, if they were in memory.
 
     Returns:
-        The statement, which is added to ``secret/withdrawals.jsonl``: the number of ``people`` who have
-        withdrawn so far, the rounds that were ``released`` of all ``rounds``, the ``risk`` (upper
-        bounds on what a guess whether all these people took part can gain, from everything that
-        the run and its earlier runs may release), the ``ledger`` up to which this holds, and an
-        HMAC-SHA256 of these under the run's key.
+        The statement, which is added to ``secret/withdrawals.jsonl``: the number of ``people`` who
+        have withdrawn so far, the rounds that were ``released`` of all ``rounds``, the ``risk``
+        (upper bounds on what a guess whether all these people took part can gain, from everything
+        that the run and its earlier runs may release), the ``ledger`` up to which this holds, and
+        an HMAC-SHA256 of these under the run's key.
 
     Raises:
         DprlhfError: The run is under way, its data are not those that it started with, a name is
