@@ -250,7 +250,7 @@ class Users:
         """
         column = self._spec.user_column
         if column is None:
-            numbers = {str(n + 1): n for n in range(self.count)}
+            numbers = {str(self._spec.skip + n + 1): n for n in range(self.count)}
         else:
             there = np.flatnonzero(np.diff(self._starts))
             first = self._rows.select(self._order[self._starts[there]])
