@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,72 +60,42 @@ def train(
         show(run(recipe, overrides=changes, output_dir=output_dir))
 
 
-def sft(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: sft.")],
-    overrides: Overrides = None,
-    output_dir: OutputDir = None,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-) -> None:
-    """Fine-tune a language model on private documents (SFT), before `dprlhf train`."""
-    _train_stage("sft", recipe, overrides, output_dir, dry_run, as_json)
+def _of_stage(stage: str, about: str) -> Callable[..., None]:
+    """Return the command of a supervised stage, with its help."""
+
+    def command(
+        recipe: Annotated[Path, typer.Argument(help="A YAML recipe of this stage.")],
+        overrides: Overrides = None,
+        output_dir: OutputDir = None,
+        dry_run: DryRun = False,
+        as_json: PlanAsJson = False,
+    ) -> None:
+        from dprlhf.api import load_stage_recipe, train_stage
+
+        loaded = load_stage_recipe(recipe, overrides or (), stage=stage)
+        if loaded.stage != stage:
+            raise DprlhfError(
+                f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
+            )
+        if dry_run:
+            from dprlhf.training.dry_run import dry_run_stage
+
+            _show_plan(dry_run_stage(loaded), as_json)
+            return
+        with _interruptible():
+            show_stage(train_stage(loaded, output_dir=output_dir))
+
+    command.__doc__ = about
+    return command
 
 
-def reward(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: reward.")],
-    overrides: Overrides = None,
-    output_dir: OutputDir = None,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-) -> None:
-    """Train a reward model on private preference pairs or labels."""
-    _train_stage("reward", recipe, overrides, output_dir, dry_run, as_json)
-
-
-def dpo(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: dpo.")],
-    overrides: Overrides = None,
-    output_dir: OutputDir = None,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-) -> None:
-    """Fine-tune a language model on private preference pairs (DPO), without a reward model."""
-    _train_stage("dpo", recipe, overrides, output_dir, dry_run, as_json)
-
-
-def feedback(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe with stage: feedback.")],
-    overrides: Overrides = None,
-    output_dir: OutputDir = None,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-) -> None:
-    """Fine-tune a language model on logged feedback: what was shown, and what users did with it."""
-    _train_stage("feedback", recipe, overrides, output_dir, dry_run, as_json)
-
-
-def _train_stage(
-    name: str,
-    recipe: Path,
-    overrides: list[str] | None,
-    output_dir: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from dprlhf.api import load_stage_recipe, train_stage
-
-    loaded = load_stage_recipe(recipe, overrides or (), stage=name)
-    if loaded.stage != name:
-        raise DprlhfError(
-            f"{recipe}: a recipe of stage {loaded.stage}: run it with dprlhf {loaded.stage}"
-        )
-    if dry_run:
-        from dprlhf.training.dry_run import dry_run_stage
-
-        _show_plan(dry_run_stage(loaded), as_json)
-        return
-    with _interruptible():
-        show_stage(train_stage(loaded, output_dir=output_dir))
+sft = _of_stage("sft", "Fine-tune a language model on private documents, before `dprlhf train`.")
+reward = _of_stage("reward", "Train a reward model on private preference pairs or labels.")
+dpo = _of_stage("dpo", "Fine-tune a language model on private preference pairs, by DPO.")
+feedback = _of_stage(
+    "feedback",
+    "Fine-tune a language model on logged feedback: what was shown, and what users did with it.",
+)
 
 
 def resume(run: Annotated[Path, typer.Argument(help="The folder of the run.")]) -> None:

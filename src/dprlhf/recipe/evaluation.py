@@ -61,12 +61,6 @@ class Evaluation(LossEvaluation):
     """Evaluation of a policy's responses to public prompts, which costs no privacy.
 
     Attributes:
-        data: The public rows.
-        prompts: Number of rows used, from the start; at least 2, for a standard error.
-        every: Number of rounds between evaluations during the run; null evaluates before and after
-            the run only.
-        declared_public: Declares that these rows were public before and were chosen independently
-            of the users. The run is then not refused if a user has one of them as well.
         judges: Judges by name, each a function as ``rewards`` take it
             (``package.module:function`` or ``file.py:function``). A judge scores the responses to
             public prompts and trains nothing: it sees no private row, and its scores are not
