@@ -34,7 +34,7 @@ from dprlhf.papers.regression import (
 )
 from dprlhf.papers.regression.on_arrays import gaussian_budget
 from dprlhf.runs.measurements import Result, write_results
-from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
+from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIMENSIONS = (5, 50)
@@ -86,9 +86,9 @@ def build(name: str, d: int, users: int, epsilon: float, truth: Array) -> Oracle
         "most": 30,
     }
     if name == "projected-sgd":
-        steps = projected_sgd.balanced_steps(dimension=d, **common)
-        return ProjectedSGD(1, TARGET_BOUND, radius, steps, step)
-    return ImproperBatchSGD(1, TARGET_BOUND, improper_batch_sgd.balanced_steps(**common), step)
+        steps = projected_steps(dimension=d, **common)
+        return ProjectedSGD(1, TARGET_BOUND, steps, step, radius=radius)
+    return ImproperBatchSGD(1, TARGET_BOUND, improper_steps(**common), step)
 
 
 def repetitions(users: int) -> int:

@@ -33,7 +33,7 @@ from dprlhf.papers.regression import (
 from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
 from dprlhf.papers.regression.in_memory import InMemoryRelease
 from dprlhf.privacy.gaussian import gaussian_epsilon
-from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
+from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
 from dprlhf.updates.privls.oracle import Contribution, project
 
 Array = NDArray[np.float64]
@@ -81,7 +81,7 @@ def constrained(x: Array, y: Array, radius: float) -> Array:
     "oracle",
     [
         SufficientStatistics(1, 2, 5),
-        ProjectedSGD(1, 2, 5, 150),
+        ProjectedSGD(1, 2, 150, radius=5),
         ImproperBatchSGD(1, 2, 150),
         ISSP(1, 2, leverage=5, ridge=1e-14),
     ],
@@ -100,7 +100,7 @@ def test_without_noise_each_is_least_squares(oracle: Oracle) -> None:
 def test_projected_descent_is_constrained_least_squares() -> None:
     x, y, _ = problem(users=200)
     for radius in (0.3, 0.8):
-        found = exact(ProjectedSGD(1, 2, radius, 150), x, y)
+        found = exact(ProjectedSGD(1, 2, 150, radius=radius), x, y)
         np.testing.assert_allclose(found, constrained(x, y, radius), rtol=1e-9)
         assert np.linalg.norm(found) == pytest.approx(radius)
 
@@ -135,7 +135,7 @@ def test_descent_is_the_stated_algorithm(radius: float | None) -> None:
     if radius is None:
         found = exact(ImproperBatchSGD(bound, most, steps, step), x, y)
     else:
-        found = exact(ProjectedSGD(bound, most, radius, steps, step), x, y)
+        found = exact(ProjectedSGD(bound, most, steps, step, radius=radius), x, y)
     # The bound keeps a share for the rounding of the sum.
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -167,7 +167,7 @@ def test_the_exponential_mechanism_takes_the_best_candidate() -> None:
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_the_guarantee_of_gaussian_oracles(adjacency: Any) -> None:
     x, y, _ = problem()
-    for oracle in (SufficientStatistics(1, 2, 5), ProjectedSGD(1, 2, 5, 7)):
+    for oracle in (SufficientStatistics(1, 2, 5), ProjectedSGD(1, 2, 7, radius=5)):
         seen: list[float] = []
 
         class Spy(InMemoryRelease):
@@ -230,7 +230,7 @@ number = st.one_of(
 row = st.tuples(number, number, number)  # two features and a target
 GAUSSIAN: list[SufficientStatistics | ProjectedSGD | ImproperBatchSGD] = [
     SufficientStatistics(0.5, 3.0, 2.0),
-    ProjectedSGD(0.5, 3.0, 2.0, 3, 8.0),
+    ProjectedSGD(0.5, 3.0, 3, 8.0, radius=2.0),
     ImproperBatchSGD(0.5, 3.0, 3, 8.0),
 ]
 
@@ -788,17 +788,15 @@ def test_no_data_breaks_issp() -> None:
 def test_balanced_steps() -> None:
     common: dict[str, float] = {"feature_bound": 1, "target_bound": 2, "radius": 1}
     steps = [
-        projected_sgd.balanced_steps(
-            users=m, noise_multiplier=2, dimension=25, most=10_000, **common
-        )  # type: ignore[arg-type]
+        projected_steps(users=m, noise_multiplier=2, dimension=25, most=10_000, **common)  # type: ignore[arg-type]
         for m in (10, 4000, 8000)
     ]
     assert steps == [1, 100, 200]
-    early = improper_batch_sgd.balanced_steps(users=100, noise_multiplier=0, **common)  # type: ignore[arg-type]
+    early = improper_steps(users=100, noise_multiplier=0, **common)  # type: ignore[arg-type]
     assert early == 5  # (WB/R) √m
-    private = improper_batch_sgd.balanced_steps(users=8000, noise_multiplier=100, **common)  # type: ignore[arg-type]
+    private = improper_steps(users=8000, noise_multiplier=100, **common)  # type: ignore[arg-type]
     assert private == int((8000**2 / (8 * 4 * 100**2)) ** (1 / 3))
-    assert projected_sgd.balanced_steps(users=9, noise_multiplier=0, dimension=4, **common) == 100  # type: ignore[arg-type]
+    assert projected_steps(users=9, noise_multiplier=0, dimension=4, **common) == 100  # type: ignore[arg-type]
 
 
 def test_projection() -> None:
@@ -815,7 +813,7 @@ X, Y = np.eye(2), np.ones(2)
     ("call", "message"),
     [
         (lambda: SufficientStatistics(1, 1, 0), "radius must be a positive"),
-        (lambda: ProjectedSGD(math.nan, 1, 1, 3), "feature_bound must be a positive"),
+        (lambda: ProjectedSGD(math.nan, 1, 3, radius=1), "feature_bound must be a positive"),
         (lambda: ImproperBatchSGD(1, 0, 3), "target_bound must be a positive"),
         (lambda: ImproperBatchSGD(1, 1, 0), "steps"),
         (lambda: ISSP(1, 1, leverage=0), "leverage must be a positive"),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD, released_gradient
 from dprlhf.updates.privls.oracle import predictions
-from dprlhf.updates.privls.projected_sgd import ProjectedSGD, released_gradient
 
 
 @pytest.mark.parametrize("kind", [ImproperBatchSGD, ProjectedSGD])

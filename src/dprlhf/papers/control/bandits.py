@@ -41,7 +41,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.updates.privls import improper_batch_sgd, projected_sgd
+from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
 from dprlhf.updates.privls.oracle import project
 
 ADJACENCY: Adjacency = "zero-out"
@@ -207,9 +207,9 @@ def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Or
         "most": 200,
     }
     if kind == "projected-sgd":
-        steps = projected_sgd.balanced_steps(dimension=d, **common)
-        return ProjectedSGD(bound, 2.0, radius, steps, float(d))
-    steps = improper_batch_sgd.balanced_steps(**common)
+        steps = projected_steps(dimension=d, **common)
+        return ProjectedSGD(bound, 2.0, steps, float(d), radius=radius)
+    steps = improper_steps(**common)
     return ImproperBatchSGD(bound, 2.0, steps, float(d))
 
 

@@ -19,9 +19,8 @@ from dprlhf.papers.regression.exponential import Exponential
 from dprlhf.papers.regression.issp import ISSP
 from dprlhf.papers.regression.on_arrays import Oracle, fit
 from dprlhf.updates.privls import ORACLES, GaussianOracle, make_oracle
-from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.oracle import Contribution, Fit, Guarantee, Release, Select
-from dprlhf.updates.privls.projected_sgd import ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 __all__ = [

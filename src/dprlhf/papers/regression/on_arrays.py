@@ -14,9 +14,8 @@ from dprlhf.papers.regression.issp import ISSP
 from dprlhf.privacy.accounting import noise_multiplier
 from dprlhf.privacy.randomness import new_key
 from dprlhf.privacy.relations import Adjacency, check_adjacency
-from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.oracle import Fit, Guarantee, finite_rows
-from dprlhf.updates.privls.projected_sgd import ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | ProjectedSGD

@@ -9,9 +9,8 @@ them on plain arrays, are in :mod:`dprlhf.papers.regression`.
 from dataclasses import fields
 from typing import Any
 
-from dprlhf.updates.privls.improper_batch_sgd import ImproperBatchSGD
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.oracle import Contribution
-from dprlhf.updates.privls.projected_sgd import ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 GaussianOracle = SufficientStatistics | ImproperBatchSGD | ProjectedSGD
