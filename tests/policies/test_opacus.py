@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import DataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dprlhf.policies.opacus import without_wrapper
 from helpers import tiny
+
+
+@pytest.mark.parametrize("kind", [DataParallel, DistributedDataParallel])
+def test_a_model_for_several_devices_is_the_one_inside(kind: type[torch.nn.Module]) -> None:
+    model = tiny.model("llama")
+    wrapped = kind.__new__(kind)  # one of them asks for a process group
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = model
+    assert without_wrapper(wrapped) is model
 
 
 @pytest.mark.filterwarnings("ignore")  # of Opacus, about hooks

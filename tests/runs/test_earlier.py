@@ -57,11 +57,11 @@ def test_the_total_counts_an_earlier_run_with_its_correlation(
     correlated_allocation.epsilon.cache_clear()
 
 
-def go_on(run: Path, *rounds: int, counter: int = 0) -> Path:
+def go_on(run: Path, *rounds: int, counter: int = 0, **others: Any) -> Path:
     """Charge rounds of a run, whose folder is made where there is none."""
     run.mkdir(exist_ok=True)
     (run / "recipe.yaml").write_text(dump_recipe(make_recipe(recipe_settings())))
-    terms = {**plan().terms(), "unit": None, "key_commitment": "c" * 64}
+    terms = {**plan().terms(), "unit": None, "key_commitment": "c" * 64, **others}
     ledger = Ledger(run / "ledger.jsonl", terms)
     for number in rounds:
         ledger.charge(number, noise_multiplier=2.0, clip_norm=terms["clip_norm"])
@@ -69,6 +69,28 @@ def go_on(run: Path, *rounds: int, counter: int = 0) -> Path:
         ledger.note_book({"book": "b", "reservation": 1, "counter": counter})
     ledger.close()
     return run
+
+
+def test_all_earlier_runs_and_their_tuning_count(tmp_path: Path) -> None:
+    named = [Record(**{**asdict(record(plan().terms())), "run": c * 64}) for c in "de"]
+    run = go_on(tmp_path / "run", 1, previous=[asdict(r) for r in named], tuning_runs=2)
+    records = records_of(run)
+    assert [r.run[0] for r in records] == ["c", "d", "e"]
+    five = [Record(**{**asdict(records[1]), "run": str(i) * 64}) for i in range(5)]
+    whole = total_of_runs([run])[1].epsilon
+    assert whole == pytest.approx(total_of(five).epsilon, rel=1e-6)
+    assert whole > 1.05 * total_of(five[:3]).epsilon
+    table = CliRunner().invoke(app, ["privacy", "total", str(run)])
+    assert "2 tuning runs" in table.output, table.output
+
+
+def test_runs_with_two_units_have_no_one_statement(tmp_path: Path) -> None:
+    runs = [
+        go_on(tmp_path / c, 1, key_commitment=c * 64, unit=u)
+        for c, u in (("a", None), ("b", "who"))
+    ]
+    with pytest.raises(DprlhfError, match="rows and users by the column 'who'"):
+        total_of_runs(runs)
 
 
 def test_two_continuations_of_one_run_are_not_one_run(

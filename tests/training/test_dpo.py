@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,6 +109,21 @@ def test_micro_batches_do_not_change_the_sum() -> None:
     found = [sums(settings(), PAIRS, 0.05, size) for size in (1, 3, 4, 64)]
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # a round silences it
+@pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
+def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_nothing(
+    update: dict[str, Any],
+) -> None:
+    spec = settings(update=update)
+    task, found = PreferredAnswers(spec), examples(PAIRS, spec.data)
+    trained = wide_policy(0)
+    encoded = task.encode(trained, found)
+    assert task.losses(trained, encoded, 4)[-1].tolist() == [0.0] * len(PAIRS)
+    with torch.no_grad():
+        next(iter(trained.parameters.values()))[0] = math.inf
+    assert np.isnan(task.weights(trained, encoded, 4)).all()
 
 
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
