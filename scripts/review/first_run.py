@@ -30,6 +30,9 @@ from scripts.from_trl.stand_ins import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dprlhf
+from dprlhf.data.in_memory import rows_of
+from dprlhf.data.public import Guides
+from dprlhf.data.users import Users
 from dprlhf.recipe import load_recipe
 from dprlhf.runs.measurements import Result, write_results
 from dprlhf.training.timing import seconds_a_round
@@ -105,11 +108,13 @@ def one_run(model: str, task: str, users: int, epsilon: float, seed: int) -> dic
         lines = [json.loads(line) for line in secret.read_text().splitlines()]
         timing = json.loads((Path(place) / "run/timing.json").read_text())
         recipe = load_recipe(Path(place) / "run/recipe.yaml")
+        assert recipe.evaluation is not None
+        guides = Guides(Users(rows_of(recipe.data, public), recipe.data), recipe.evaluation.prompts)
     assert result.difference is not None
     sign = -1.0 if task == "majority" else 1.0
     return {
         "gain": sign * result.difference.mean,
-        "estimated": result.plan.rounds * seconds_a_round(recipe, result.plan, timing),
+        "estimated": result.plan.rounds * seconds_a_round(recipe, result.plan, timing, guides),
         "measured": sum(sum(line["seconds"].values()) for line in lines),
         "whole": seconds,
     }

@@ -8,14 +8,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from datasets import Dataset
 
 from dprlhf import DprlhfError
 from dprlhf.data.in_memory import InMemoryInputs, recipe_of
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe
 from dprlhf.training.dry_run import dry_run
 from dprlhf.training.planner import Facts, choose, measure, with_choice
+from dprlhf.training.timing import seconds_a_round
 from helpers.runs import ADAPTER, lower_case
 
 PUBLIC = [f"public {i}" for i in range(160)]
@@ -132,6 +135,20 @@ class TestChoose:
         assert all(c.learning_rate * c.plan.rounds == pytest.approx(0.05 * 6) for c in best)
         recipe = with_choice(facts.recipe, best[0].candidate)
         assert recipe.optimizer.learning_rate == pytest.approx(best[0].learning_rate)
+
+
+def test_the_time_of_a_round_counts_the_public_prompts_that_there_are(model: str) -> None:
+    recipe, _ = made(model, update__subspace={"rank": 2, "prompts": 256})
+    plan = make_plan(users=len(USERS), rounds=6, delta=1e-5, epsilon=8.0)
+    phases = {"rollout": 2.0, "reward": 0.5, "update": 1.0}
+    rows = Users(Dataset.from_dict({"prompt": PUBLIC}), recipe.data)
+    alone, few, all_of_them = (
+        seconds_a_round(recipe, plan, phases, guides)
+        for guides in (None, Guides(rows, len(PUBLIC) - 96), Guides(rows))
+    )
+    assert alone == plan.expected_batch_size * RESPONSES * 3.5
+    assert few - alone == 96 * RESPONSES * 3.5
+    assert all_of_them - alone == len(PUBLIC) * RESPONSES * 3.5
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
@@ -66,7 +67,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
             "stand_ins": stage.public is None,
         },
         "seconds_a_response": phases,
-        "estimated_seconds": _seconds(stage, plan, phases) / processes.count,
+        "estimated_seconds": _seconds(stage, plan, phases, prepared.guides) / processes.count,
     }
 
 
@@ -204,8 +205,10 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def _seconds(stage: Reinforcement, plan: Plan, phases: dict[str, float]) -> float:
-    rounds = plan.rounds * seconds_a_round(stage.recipe, plan, phases)
+def _seconds(
+    stage: Reinforcement, plan: Plan, phases: dict[str, float], guides: Guides | None
+) -> float:
+    rounds = plan.rounds * seconds_a_round(stage.recipe, plan, phases, guides)
     evaluated = 2 * len(stage.public) if stage.public is not None else 0
     return rounds + evaluated * (phases["rollout"] + phases["reward"])
 

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions import Partition
@@ -58,6 +59,7 @@ class Facts:
         probe: The signal and the reward at the start, on public prompts.
         seconds: Seconds a response takes in all, ``rollout``, ``reward`` and ``update``.
         evaluation: Number of public prompts that are evaluated before and after the run.
+        guides: Public prompts of the subspace; None without one.
         model: The constants of the predicted reward; None where nothing predicts it.
     """
 
@@ -67,13 +69,14 @@ class Facts:
     probe: Probe
     seconds: dict[str, float]
     evaluation: int
+    guides: Guides | None
     model: RewardModel | None
 
     def seconds_of(self, candidate: Candidate, plan: Plan) -> float:
         """Return the estimated duration of a run on one process, evaluation before and after it."""
         rollout = self.recipe.rollout.model_copy(update={"responses": candidate.responses})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
-        of_rounds = plan.rounds * seconds_a_round(recipe, plan, self.seconds)
+        of_rounds = plan.rounds * seconds_a_round(recipe, plan, self.seconds, self.guides)
         return of_rounds + 2 * self.evaluation * (self.seconds["rollout"] + self.seconds["reward"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -179,6 +182,7 @@ def measure(
         probe=probe,
         seconds=phases,
         evaluation=len(stage.public) if stage.public is not None else 0,
+        guides=parts.guides,
         model=reward_model(signal, probe.reward, recipe.reward_range),
     )
 

@@ -466,7 +466,7 @@ class Reinforcement:
         self.timing = seconds_a_response(
             run.policy, self.scorer, self.known, self.recipe, keeps=self.keeps
         )
-        return seconds_a_round(self.recipe, run.plan, self.timing)
+        return seconds_a_round(self.recipe, run.plan, self.timing, run.guides)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public prompts after round t, and keep a few of the responses."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dprlhf.boundary import Private
+from dprlhf.data.public import Guides
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -87,19 +88,21 @@ def phases(clock: Sequence[float], rows: int) -> dict[str, float]:
     return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
 
 
-def seconds_a_round(recipe: Recipe, plan: Plan, phases: dict[str, float]) -> float:
+def seconds_a_round(
+    recipe: Recipe, plan: Plan, phases: dict[str, float], guides: Guides | None
+) -> float:
     """Return the seconds of a round of expected size on one process, from those per response."""
     passes = plan.releases_per_round * recipe.update.passes
     of_response = phases["rollout"] + phases["reward"] + passes * phases["update"]
     # A user may have fewer prompts; how many is private.
     seconds = plan.expected_batch_size * recipe.data.prompts_in_round * of_response
     subspace = recipe.update.subspace
-    if subspace is not None:
+    if subspace is not None and guides is not None:
         # Public prompts end at the first sum. To keep the perplexity their likelihood is computed
         # and differentiated, too: a forward pass, about a third of a gradient, and a gradient.
         updates = recipe.update.passes + (4 / 3 if subspace.keep_perplexity else 0)
         of_public = phases["rollout"] + phases["reward"] + updates * phases["update"]
-        seconds += subspace.prompts / subspace.refresh * of_public
+        seconds += min(subspace.prompts, guides.count) / subspace.refresh * of_public
     return seconds * recipe.rollout.responses
 
 
