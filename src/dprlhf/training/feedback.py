@@ -6,13 +6,15 @@ compares two users. With A = r − b, b a public constant, and Δ = log π(y|x) 
 
 - ``policy_gradient`` takes min(π/μ, c) A ∇ log π. Of n tokens the ratio of the whole completion is
   a product: the log of it grows with n, and of a long text nearly every ratio is 0 or cut to c. So
-  it is, as in GSPO (arXiv 2507.18071), the geometric mean over tokens exp(Δ/n), and ∇ log π counts
-  by 1/n. The price is bias: the gradient is that of E_μ[exp(Δ/n) A], which agrees with that of the
-  policy's value, scaled by 1/n, at π = μ and to first order in n = 1 alone.
+  it is, as in GSPO (arXiv 2507.18071), the geometric mean over tokens exp(Δ/n). The price is bias:
+  the gradient is that of E_μ[n exp(Δ/n) A], which is the policy gradient at π = μ alone.
 - ``kto`` (arXiv 2402.01306) is TRL's loss λ (1 − σ(±β(Δ − z₀))). There z₀, the KL divergence, is a
   mean over the batch; with a guarantee for one user it must not be. Here it is a mean over PUBLIC
   rows, each with another row's completion, under the weights that were released; without public
-  rows it is 0, the loss that TRL calls ``apo_zero_unpaired``.
+  rows it is 0, the loss that TRL calls ``apo_zero_unpaired``. The gradient is that of 4/β
+  times the loss: at Δ = z₀ a row then counts by ±λ, as it does by A above, and the same clip norm
+  suits both. At TRL's scale a user's gradient would be about 40 times smaller than the default S,
+  and the noise, which follows S, as much larger.
 """
 
 from __future__ import annotations
@@ -139,9 +141,9 @@ class Reactions:
         return max(0.0, float(gained.mean()))
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
-        """Return minus the derivative of the user's mean loss by each log-probability, ``[rows]``.
+        """Return minus the scaled derivative of the user's mean loss by each log-probability.
 
-        It depends on the user's own rows, on public rows and on the model alone.
+        It is ``[rows]``, and depends on the user's own rows, on public rows and on the model alone.
         """
         _, slopes = self._of_rows(model, encoded, batch_size)
         rows = np.bincount(encoded.user, minlength=encoded.users)[encoded.user]
@@ -149,25 +151,25 @@ class Reactions:
         return shares
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
-        """Return the loss of each row, ``[rows]``; of ``policy_gradient`` −min(ratio, c) A."""
+        """Return the loss of each row, ``[rows]``; of ``policy_gradient`` −n min(ratio, c) A."""
         return [self._of_rows(model, encoded, batch_size)[0]]
 
     def _of_rows(
         self, model: CausalLMPolicy, encoded: Responses, batch_size: int
     ) -> tuple[Array, Array]:
-        """Return each row's loss, and minus its derivative by log π(y|x), ``[rows]`` each."""
+        """Return each row's loss, and minus its scaled derivative by log π, ``[rows]`` each."""
         update, counts = self._update, np.array(encoded.extra["counts"], dtype=np.float64)
         gained = log_ratio(model, encoded, batch_size)
         if update.loss_type == "policy_gradient":
             tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
             kept = np.exp(np.minimum(gained / tokens, math.log(update.max_ratio))) * counts
-            return -kept, kept / tokens
+            return -tokens * kept, kept
         side = np.sign(counts)
         weight = np.where(side > 0, update.desirable_weight, update.undesirable_weight)
         weight = weight * np.abs(side)
         ahead = side * update.beta * (gained - self.reference_point(model, batch_size))
         missing = np.exp(-np.logaddexp(0, ahead))  # 1 − σ
-        return weight * missing, weight * side * update.beta * missing * (1 - missing)
+        return weight * missing, weight * side * 4 * missing * (1 - missing)
 
 
 def log_ratio(model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
