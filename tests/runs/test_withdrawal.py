@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.boundary import open_private
+from dprlhf.budget import Book
 from dprlhf.cli.app import app
 from dprlhf.data.users import Users
 from dprlhf.privacy.ledger import Ledger, opened_terms
@@ -142,6 +143,22 @@ def test_several_withdraw_and_a_statement_says_what_is_left(
         written(tmp_path, kept)
         dprlhf.resume(place, reward=lower_case, quiet=True)
     assert equal(run, tmp_path / "copy")
+
+
+@pytest.mark.slow
+def test_the_budget_book_keeps_those_who_withdrew(
+    model: str, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, rows = str(tmp_path / "book.db"), rows_of(60)
+    monkeypatch.setenv("DPRLHF_BOOK", book)
+    Book.create(book, "people", epsilon=20.0, delta=1e-4, unit="who")
+    run = stopped(settings(model, tmp_path, rows, data__user_column="who"))
+    before = CliRunner().invoke(app, ["budget", "show"]).output
+    assert "60 users" in before
+    erase(run, ["person 3"])
+    written(tmp_path, [row for row in rows if row["who"] != "person 3"])
+    dprlhf.resume(run, reward=lower_case, quiet=True)
+    assert CliRunner().invoke(app, ["budget", "show"]).output == before
 
 
 @pytest.mark.slow

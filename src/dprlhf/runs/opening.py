@@ -105,8 +105,11 @@ def present(folder: RunFolder, users: Users) -> Users:
         folder: The run folder.
         users: Those of its data, from which rows of withdrawn users may have been deleted.
     """
-    held, digest = _withdrawn(folder), open_private(users.digest())
-    if digest not in held["digests"]:  # nobody has withdrawn, or other data: a check says so
+    held = _withdrawn(folder)
+    if not held["users"]:
+        return users
+    digest = open_private(users.digest())
+    if digest not in held["digests"]:  # of other data: the check of the run's users says so
         return users
     deleted = held["digests"].index(digest)
     before, after = held["users"][:deleted], held["users"][deleted:]
