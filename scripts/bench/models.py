@@ -26,15 +26,15 @@ Kind = Literal["gpt2", "llama", "billion"]
 TARGETS = {
     "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"], "billion": ["q_proj", "v_proj"],
 }  # fmt: skip
-BILLION = LlamaConfig(  # the shape of Llama 3.2 with 1.2 billion weights
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096, bos_token_id=0,
+BILLION = LlamaConfig(  # 1.5 billion weights, in the shape of Qwen 2.5
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=4096, bos_token_id=0,
     eos_token_id=0, tie_word_embeddings=True,
 )  # fmt: skip
 
 
 def causal_lm(kind: Kind, *, small: bool, tied: bool = True) -> Any:
-    """Return GPT-2 (124M), a Llama in the shape of SmolLM2-135M or one of 1.2 billion weights.
+    """Return GPT-2 (124M), a Llama in the shape of SmolLM2-135M or one of 1.5 billion weights.
 
     Args:
         small: Whether to return a small model of that type instead.
