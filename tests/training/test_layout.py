@@ -206,7 +206,7 @@ def test_each_phase_is_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_values_that_are_compared_are_not_all_zero() -> None:
     """An adapter starts at zero, and equal zeros would say nothing."""
     policy = policy_of()
-    with layout._random_adapter(policy):
+    with layout.random_adapter(policy):
         for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1]):
             assert all(bool(value.any()) for value in values)
         [[first, *_], [second, *_]] = made_up_rounds.logits_of(policy, shapes_of(), [0, 1])

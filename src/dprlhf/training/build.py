@@ -125,7 +125,14 @@ def load_parts(
         users = present(folder, users)
     stage.check_rows(rows)
     if real and processes.main:
-        _say_if_rows_have_owners(recipe, users)
+        owner = person_column(users.column_names)
+        if recipe.data.user_column is None and owner is not None:
+            print(
+                "dprlhf: warning: every row is a user of its own, and the column"
+                f" {owner!r} looks like the name of whoever a row is from: give it as user_column"
+                " to protect all that each of them wrote",
+                file=sys.stderr,
+            )
     if processes.count > 1:
         check_same_users(users, processes.gathered)
     beside = folder.path.absolute().parent if folder else None
@@ -163,17 +170,6 @@ def load_parts(
         processes.on_main(lambda: check_lineage(recipe, known))
         processes.on_main(lambda: check_lineage_of_objects(sources.models, known, own))
     return stage, prepared
-
-
-def _say_if_rows_have_owners(recipe: AnyRecipe, users: Users) -> None:
-    name = person_column(users.column_names)
-    if recipe.data.user_column is None and name is not None:
-        print(
-            f"dprlhf: warning: every row is a user of its own, and the column {name!r} looks like"
-            " the name of whoever a row is from: give it as user_column to protect all that each of"
-            " them wrote",
-            file=sys.stderr,
-        )
 
 
 @contextlib.contextmanager
@@ -248,11 +244,21 @@ def open_run(
             stack.enter_context(stage.opened(folder))
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
-            run = _assembled(
-                stage, prepared, folder, key, reservation, gate, [*trackers, *told], quiet=quiet
+            plan, settings = prepared.plan, stage.recipe.optimizer
+            noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the mean
+            yield Run(
+                **vars(prepared) | {"recipe": stage.recipe},
+                stage=stage,
+                reservation=reservation,
+                folder=folder,
+                key=key,
+                allocation=allocate(plan, key),
+                optimizer=make_optimizer(settings, policy.parameters.values(), noise),
+                gate=gate,
+                progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
+                callbacks=[*trackers, *told],
+                put_back_torch_state=put_back_torch_state,
             )
-            run.put_back_torch_state = put_back_torch_state
-            yield run
 
 
 @contextlib.contextmanager
@@ -270,34 +276,6 @@ def _only_run() -> Iterator[None]:
         yield
     finally:
         _RUNNING.release()
-
-
-def _assembled(
-    stage: Stage,
-    prepared: PreparedRun,
-    folder: RunFolder,
-    key: bytes,
-    reservation: budget.Reservation | None,
-    gate: Gate | None,
-    callbacks: list[Callback],
-    *,
-    quiet: bool,
-) -> Run:
-    """Return the run of what was loaded and opened, with its optimizer and secret allocation."""
-    plan, policy, settings = prepared.plan, prepared.policy, stage.recipe.optimizer
-    noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the released mean
-    return Run(
-        **vars(prepared) | {"recipe": stage.recipe},
-        stage=stage,
-        reservation=reservation,
-        folder=folder,
-        key=key,
-        allocation=allocate(plan, key),
-        optimizer=make_optimizer(settings, policy.parameters.values(), noise),
-        gate=gate,
-        progress=Progress(stage.rows_a_user, disable=quiet or not prepared.processes.main),
-        callbacks=callbacks,
-    )
 
 
 def _start(

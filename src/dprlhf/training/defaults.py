@@ -56,8 +56,13 @@ def with_defaults(
     if evaluation is None or public is None or "subspace" in update or "optimizer" in made:
         return made
     taken = evaluation.get("prompts", min(EVALUATED, public // 2))
-    layers = len(policy["adapter"].get("layers") or range(getattr(config, "num_hidden_layers", 0)))
-    wide = config is None or _value_width(config) * layers >= WIDE
+    wide = config is None
+    if config is not None:
+        # A value projection's outputs: the narrowest module that is adapted by default.
+        heads = config.num_attention_heads
+        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
+        layers = policy["adapter"].get("layers") or range(getattr(config, "num_hidden_layers", 0))
+        wide = width // heads * len(layers) >= WIDE
     works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
     if public - taken >= 2 * DIRECTIONS and wide and works:
         evaluation["prompts"] = taken
@@ -123,12 +128,6 @@ def config_of(model: Any) -> Any:
         except Exception:  # not on disk, or of another kind: loading it says why
             return None
     return config.get_text_config()
-
-
-def _value_width(config: Any) -> int:
-    """Return the outputs of a value projection, the narrowest module that is adapted by default."""
-    heads = config.num_attention_heads
-    return int(config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) / heads)
 
 
 def adapter_for(config: Any, *, public_rows: bool) -> dict[str, Any]:

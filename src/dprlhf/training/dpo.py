@@ -152,17 +152,14 @@ def _rows(
     data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
 ) -> Iterator[tuple[tuple[Any, Any, Any], list[int], list[list[int]]]]:
     """Yield of each pair its three parts, and the tokens of its prompt and completions, uncut."""
-    pairs = _split_pairs(data, examples)
-    for (prompt, *answers), row in zip(pairs, examples.for_template, strict=True):
-        yield (prompt, *answers), *split_row(model, prompt, answers, row)
-
-
-def _split_pairs(data: PreferencePairs, examples: Prompts) -> list[tuple[Any, Any, Any]]:
     rejected = examples.columns[data.rejected_column]
     given: Sequence[Any] = examples.prompts
     if data.implicit_prompt:
-        return [split_prompt(c, r) for c, r in zip(given, rejected, strict=True)]
-    return list(zip(given, examples.columns[data.chosen_column], rejected, strict=True))
+        pairs = [split_prompt(c, r) for c, r in zip(given, rejected, strict=True)]
+    else:
+        pairs = list(zip(given, examples.columns[data.chosen_column], rejected, strict=True))
+    for (prompt, *answers), row in zip(pairs, examples.for_template, strict=True):
+        yield (prompt, *answers), *split_row(model, prompt, answers, row)
 
 
 def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

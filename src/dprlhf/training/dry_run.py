@@ -8,11 +8,7 @@ from typing import Any
 import torch
 
 from dprlhf.data.in_memory import InMemoryInputs
-from dprlhf.data.public import Guides
-from dprlhf.data.users import Prompts
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import AnyRecipe, Recipe, experimental, without_effect
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.runs.card import released_dimension
@@ -51,14 +47,20 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     for _ in range(2):  # the first pass warms up
         phases = seconds_a_response(policy, stage.scorer, public, recipe, keeps=stage.keeps)
     terms = _terms(recipe, prepared)
-    spread = stage.spread
+    spread, cut = stage.spread, None  # cut: the share of PUBLIC prompts longer than private may be
+    if stage.public is not None:
+        whole = policy.encode(stage.public.prompts, sys.maxsize, stage.public.for_template)
+        cut = sum(len(tokens) > recipe.data.max_prompt_tokens for tokens in whole) / len(whole)
+    seconds = plan.rounds * seconds_a_round(stage.recipe, plan, phases, prepared.guides)
+    if stage.public is not None:
+        seconds += 2 * len(stage.public) * (phases["rollout"] + phases["reward"])
     return {
         **terms,
         "warnings": terms["warnings"] + spread.warnings,
         "responses_a_round": plan.expected_batch_size * recipe.rollout.responses,
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_new_tokens": recipe.rollout.max_new_tokens,
-        "public_prompts_cut": _share_cut(policy, stage.public, recipe),
+        "public_prompts_cut": cut,
         "reward": {
             "mean": spread.mean,
             "spread": spread.std,
@@ -67,7 +69,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
             "stand_ins": stage.public is None,
         },
         "seconds_a_response": phases,
-        "estimated_seconds": _seconds(stage, plan, phases, prepared.guides) / processes.count,
+        "estimated_seconds": seconds / processes.count,
     }
 
 
@@ -176,15 +178,6 @@ def explain(plan: dict[str, Any]) -> str:
     return "\n".join(f"{name:<21}{value}" for name, value in rows)
 
 
-def _share_cut(policy: CausalLMPolicy, public: Prompts | None, recipe: Recipe) -> float | None:
-    """Return the share of PUBLIC prompts that are longer than private ones may be."""
-    if public is None:
-        return None
-    whole = policy.encode(public.prompts, sys.maxsize, public.for_template)
-    lengths = [len(tokens) for tokens in whole]
-    return sum(n > recipe.data.max_prompt_tokens for n in lengths) / len(lengths)
-
-
 def _tokens_and_reward(plan: dict[str, Any]) -> list[tuple[str, str]]:
     reward, cut = plan["reward"], plan["public_prompts_cut"]
     cut = "" if cut is None else f" ({cut:.0%} of the public prompts are longer, and cut)"
@@ -203,14 +196,6 @@ def _tokens_and_reward(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
-
-
-def _seconds(
-    stage: Reinforcement, plan: Plan, phases: dict[str, float], guides: Guides | None
-) -> float:
-    rounds = plan.rounds * seconds_a_round(stage.recipe, plan, phases, guides)
-    evaluated = 2 * len(stage.public) if stage.public is not None else 0
-    return rounds + evaluated * (phases["rollout"] + phases["reward"])
 
 
 def _memory(device: torch.device) -> int:

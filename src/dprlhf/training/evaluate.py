@@ -154,10 +154,20 @@ def evaluate(
         responses = Responses(**{**vars(responses), "kept": None})
         if processes is not None and processes.count > 1:
             parts = processes.gathered((own, responses, logs))
-            responses = _joined(parts, prompts, policy.tokenizer.pad_token_id)
-            logs = _joined_logs(parts)
+            order = np.argsort(np.concatenate([places for places, _, _ in parts]))
+            joined = [some for _, some, _ in parts]
+            responses = _joined(joined, order, prompts, policy.tokenizer.pad_token_id)
+            if logs is not None:
+                of_all = [some for _, _, some in parts]
+                plain, ratio = (
+                    np.concatenate([getattr(x, n) for x in of_all]) for n in ("plain", "ratio")
+                )
+                logs = TokenLogs(plain[order], ratio[order])
         measures = measure(policy, responses, logs)
-    judged = {name: _judged(judge, responses) for name, judge in (judges or {}).items()}
+    judged = {}
+    for name, judge in (judges or {}).items():
+        given = score_responses(judge, responses)
+        judged[name] = np.where(given.valid, given.values, np.nan)
     scored = score_responses(scorer, responses)
     if compute_metrics is not None:
         with kept_process_state():
@@ -193,20 +203,10 @@ def _further(told: Any, taken: set[str], prompts: int) -> dict[str, RewardEstima
     return found
 
 
-def _judged(judge: Scorer, responses: Responses) -> NDArray[np.float64]:
-    """Return a judge's score of each response, ``[prompts]``; NaN where it gave none."""
-    scores = score_responses(judge, responses)
-    return np.where(scores.valid, scores.values, np.nan)
-
-
-Part = tuple[NDArray[np.int64], Responses, TokenLogs | None]
-"""The places of a process's prompts among all, its responses, and their log-probabilities."""
-
-
-def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
+def _joined(
+    found: Sequence[Responses], order: NDArray[np.int64], prompts: Prompts, pad: int
+) -> Responses:
     """Return the responses of all processes as one process would have sampled them."""
-    order = np.argsort(np.concatenate([own for own, _, _ in parts]))
-    found = [responses for _, responses, _ in parts]
     width = max(some.tokens.shape[1] for some in found)
 
     def whole(name: str, value: int) -> torch.Tensor:
@@ -230,13 +230,3 @@ def _joined(parts: Sequence[Part], prompts: Prompts, pad: int) -> Responses:
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }
     return Responses(**{**vars(found[0]), **of_all})
-
-
-def _joined_logs(parts: Sequence[Part]) -> TokenLogs | None:
-    """Return the log-probabilities of all processes' tokens in the order of the prompts."""
-    order = np.argsort(np.concatenate([own for own, _, _ in parts]))
-    found = [logs for _, _, logs in parts if logs is not None]
-    if not found:
-        return None
-    plain, ratio = (np.concatenate([getattr(x, n) for x in found]) for n in ("plain", "ratio"))
-    return TokenLogs(plain[order], ratio[order])

@@ -117,56 +117,41 @@ class Guidance:
         settings = run.recipe
         assert isinstance(settings, Recipe)
         count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
-        found = [
-            self._part(run, batch, prompts.take(places), scorer, keeps)
-            for places in np.array_split(np.arange(len(prompts)), count)
-        ]
-        likelihoods = [likelihood for _, likelihood in found if likelihood is not None]
-        gradients = torch.cat([gradients for gradients, _ in found])
-        return gradients, torch.cat(likelihoods) if likelihoods else None
-
-    def _part(
-        self,
-        run: Run,
-        batch: Batch,
-        prompts: Prompts,
-        scorer: Scorer,
-        keeps: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what :meth:`_gradients` does, of a part."""
-        settings = run.recipe
-        assert isinstance(settings, Recipe)
-        rollout = settings.rollout
-        if rollout.base_policy == "on-policy":
-            rollout = public_sampling_settings(rollout, len(prompts), rollout.responses)
-        responses = sample(
-            run.policy,
-            prompts,
-            rollout,
-            key=_PUBLIC_KEY,
-            context=("subspace", self._seed, batch.t),
-            max_prompt_tokens=settings.data.max_prompt_tokens,
-            keep="gradients" if keeps else None,
-        )
-        scores = score_responses(scorer, responses)
-        gradients = public_gradients(
-            run.policy,
-            responses,
-            scores,
-            update=settings.update,
-            kl=settings.kl,
-            reward_range=settings.reward_range,
-            optimizer=run.optimizer,
-            t=batch.t,
-            tick=batch.tick,
-        )
-        if not self._settings.keep_perplexity:
-            return gradients, None
-        size, optimizer = settings.update.batch_size, run.optimizer
-        likelihood = likelihood_gradients(
-            run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
-        )
-        return gradients, likelihood
+        gradients, likelihoods = [], []
+        for places in np.array_split(np.arange(len(prompts)), count):
+            rollout = settings.rollout
+            if rollout.base_policy == "on-policy":
+                rollout = public_sampling_settings(rollout, len(places), rollout.responses)
+            responses = sample(
+                run.policy,
+                prompts.take(places),
+                rollout,
+                key=_PUBLIC_KEY,
+                context=("subspace", self._seed, batch.t),
+                max_prompt_tokens=settings.data.max_prompt_tokens,
+                keep="gradients" if keeps else None,
+            )
+            gradients.append(
+                public_gradients(
+                    run.policy,
+                    responses,
+                    score_responses(scorer, responses),
+                    update=settings.update,
+                    kl=settings.kl,
+                    reward_range=settings.reward_range,
+                    optimizer=run.optimizer,
+                    t=batch.t,
+                    tick=batch.tick,
+                )
+            )
+            if self._settings.keep_perplexity:
+                size, optimizer = settings.update.batch_size, run.optimizer
+                likelihoods.append(
+                    likelihood_gradients(
+                        run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
+                    )
+                )
+        return torch.cat(gradients), torch.cat(likelihoods) if likelihoods else None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, all of them public or released."""

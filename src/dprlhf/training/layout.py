@@ -58,7 +58,7 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
     Raises:
         DprlhfError: A shape does not fit into memory, or a row changes with the others.
     """
-    with _random_adapter(policy):
+    with random_adapter(policy):
         check_gradients(policy, shapes)
         if policy.one_user_a_pass is not None and processes.main:
             reason = policy.one_user_a_pass
@@ -67,19 +67,13 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
         problem = _problem(policy, shapes)
     if float(processes.sum(torch.tensor([float(problem is not None)], dtype=torch.float64))):
         raise problem or DprlhfError("another process could not keep to the run's shapes")
-    return _sentence(policy, shapes)
-
-
-def _sentence(policy: CausalLMPolicy, shapes: Shapes) -> str:
-    done = ["gradients"]
-    if shapes.rollout is not None:
-        done = ["sampling", "log-probabilities", *done]
+    sampled = "sampling, log-probabilities, " if shapes.rollout is not None else ""
     count = torch.get_num_threads()
     threads = f"{count} thread" + "s" * (count > 1)
     return (
         "checked at start on this machine (and again at each resume): made-up rows, each at its"
         " place, gave the same bits with blank, longer, shorter and other rows around them, and"
-        f" when computed again, in {', '.join(done)}, on {policy.device.type} with {threads}, at"
+        f" when computed again, in {sampled}gradients, on {policy.device.type} with {threads}, at"
         f" prompts of {shapes.prompt} tokens"
         f"{', each user differentiated alone' * (policy.one_user_a_pass is not None)}."
         " It is a sample of rows, not all that could occur"
@@ -132,14 +126,14 @@ def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _random_adapter(policy: CausalLMPolicy) -> Iterator[None]:
-    """Give the trained parameters other values inside the context, and back their own after it."""
+def random_adapter(policy: CausalLMPolicy, by: float = 0.02) -> Iterator[None]:
+    """Move the trained parameters by PUBLIC random numbers of this scale, inside the context."""
     before = {name: p.detach().clone() for name, p in policy.parameters.items()}
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
             for p in policy.parameters.values():
-                p.add_(0.02 * torch.randn(p.shape, generator=generator).to(p))
+                p.add_(by * torch.randn(p.shape, generator=generator).to(p))
         yield
     finally:
         with torch.no_grad():

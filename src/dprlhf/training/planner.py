@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.public import Guides
-from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions import Partition
 from dprlhf.privacy.plan import Plan
@@ -28,7 +27,6 @@ from dprlhf.training.choices import (
     ROUNDS,
     Candidate,
     Choice,
-    Costed,
     best_choices,
     candidates,
     is_slow,
@@ -163,7 +161,14 @@ def measure(
     assert isinstance(stage, Reinforcement)
     # A run is only asked for the rows that it takes itself; noise does not cover what is chosen.
     processes.on_main(lambda: check_public(recipe, parts.users, parts.public, probed=prompts))
-    rows = _probed_prompts(recipe, parts.public, prompts)
+    if parts.public is None or recipe.evaluation is None:
+        raise DprlhfError(
+            "plan: the signal is measured on public prompts: name some under evaluation.data"
+        )
+    first = recipe.evaluation.prompts  # after the evaluation's rows, if enough rows are left there
+    if parts.public.count - first < _FEWEST_PROBED:
+        first = 0
+    rows = parts.public.select(np.arange(first, min(first + prompts, parts.public.count)))
     settled = stage.recipe
     counts = sorted({*responses} or {recipe.rollout.responses})
     probe = measure_signal(parts.policy, stage.scorer, rows, settled, counts)
@@ -185,21 +190,6 @@ def measure(
         guides=parts.guides,
         model=reward_model(signal, probe.reward, recipe.reward_range),
     )
-
-
-def _probed_prompts(recipe: Recipe, public: Users | None, most: int) -> Prompts:
-    """Return the public rows on which the signal is measured.
-
-    They are those after the evaluation's rows; if these are few, the evaluation's rows come first.
-    """
-    if public is None or recipe.evaluation is None:
-        raise DprlhfError(
-            "plan: the signal is measured on public prompts: name some under evaluation.data"
-        )
-    first = recipe.evaluation.prompts
-    if public.count - first < _FEWEST_PROBED:
-        first = 0
-    return public.select(np.arange(first, min(first + most, public.count)))
 
 
 def choose(
@@ -244,33 +234,6 @@ def choose(
     own = privacy.partition
     partitions = PARTITIONS if own in PARTITIONS else (own,)
     rounds = rounds or sorted({*ROUNDS, recipe.rounds})
-    listed = _fitting(facts, guess, minutes, responses, rounds, partitions)
-
-    def rank(choice: Choice) -> float:
-        return choice.reward if choice.reward is not None else float(choice.cosines.mean())
-
-    return best_choices(
-        listed,
-        cost=cost,
-        guess=guess,
-        rate=facts.rated,
-        rank=rank,
-        show=show,
-        seconds=seconds,
-        slow=is_slow,
-        progress=progress,
-    )
-
-
-def _fitting(
-    facts: Facts,
-    guess: Costed,
-    minutes: float | None,
-    responses: float | None,
-    rounds: Sequence[int],
-    partitions: Sequence[Partition],
-) -> list[Candidate]:
-    """Return the candidates that the recipe allows and that fit into the budget, at least one."""
     counts = sorted(facts.probe.signals)
     listed = [
         candidate
@@ -292,7 +255,21 @@ def _fitting(
             f"plan: no choice fits into {limit}: one pass over {facts.users} users with"
             f" {counts[0]} responses each takes more"
         )
-    return listed
+
+    def rank(choice: Choice) -> float:
+        return choice.reward if choice.reward is not None else float(choice.cosines.mean())
+
+    return best_choices(
+        listed,
+        cost=cost,
+        guess=guess,
+        rate=facts.rated,
+        rank=rank,
+        show=show,
+        seconds=seconds,
+        slow=is_slow,
+        progress=progress,
+    )
 
 
 def allowed(candidate: Candidate, recipe: Recipe) -> bool:

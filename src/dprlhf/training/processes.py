@@ -107,7 +107,32 @@ class Processes:
             DprlhfError: The model's class in transformers does not name its layer modules.
         """
         if _flag("ACCELERATE_USE_FSDP") and self.count > 1:
-            self._lock_step = _shard(policy, self.device, self._together)
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.fsdp import fully_shard
+
+            base = policy.network
+            names = set(getattr(base, "_no_split_modules", None) or ())
+            layers = [module for module in base.modules() if type(module).__name__ in names]
+            if not layers:
+                raise DprlhfError(
+                    f"FSDP: transformers names no layers of {type(base).__name__} to shard; launch"
+                    " without"
+                )
+            of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
+            group, _ = torch.distributed.new_subgroups(  # type: ignore[no-untyped-call]
+                of_machine, timeout=_PATIENCE
+            )
+            mesh = DeviceMesh.from_group(group, self.device.type)
+            for layer in layers:
+                # Set explicitly: each layer is a root here, and the default leaves a root's weights
+                # whole.
+                fully_shard(
+                    layer,
+                    mesh=mesh,
+                    reshard_after_forward=True,
+                    ignored_params=set(policy.parameters.values()),
+                )
+            self._lock_step = _LockStep(policy, self.device, group, self._together)
         policy.model.to(self.device)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -266,7 +291,15 @@ class _LockStep:
 
     def until(self, wanted: int) -> None:
         """Take part in other processes' earlier operations until this process's own one is next."""
-        while (next_ := self._least(wanted)) < wanted:
+        while True:
+            least = torch.tensor([wanted], device=self._device)
+            with self._together():
+                torch.distributed.all_reduce(
+                    least, op=torch.distributed.ReduceOp.MIN, group=self._group
+                )
+            next_ = int(least)
+            if next_ == wanted:
+                return
             self._helping = True
             with torch.set_grad_enabled(next_ == _BACKWARD):
                 token = torch.zeros((1, 1), dtype=torch.long, device=self._device)
@@ -276,42 +309,3 @@ class _LockStep:
                 for parameter in self._parameters:
                     parameter.grad = None
             self._helping = False
-
-    def _least(self, wanted: int) -> int:
-        least = torch.tensor([wanted], device=self._device)
-        with self._together():
-            torch.distributed.all_reduce(
-                least, op=torch.distributed.ReduceOp.MIN, group=self._group
-            )
-        return int(least)
-
-
-def _shard(
-    policy: CausalLMPolicy,
-    device: torch.device,
-    together: Callable[[], contextlib.AbstractContextManager[None]],
-) -> _LockStep:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    base = policy.network
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    layers = [module for module in base.modules() if type(module).__name__ in names]
-    if not layers:
-        raise DprlhfError(
-            f"FSDP: transformers names no layers of {type(base).__name__} to shard; launch without"
-        )
-    of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
-    group, _ = torch.distributed.new_subgroups(  # type: ignore[no-untyped-call]
-        of_machine, timeout=_PATIENCE
-    )
-    mesh = DeviceMesh.from_group(group, device.type)
-    for layer in layers:
-        # Set explicitly: each layer is a root here, and the default leaves a root's weights whole.
-        fully_shard(
-            layer,
-            mesh=mesh,
-            reshard_after_forward=True,
-            ignored_params=set(policy.parameters.values()),
-        )
-    return _LockStep(policy, device, group, together)

@@ -87,7 +87,6 @@ class Progress:
         self._disable = disable
         self.bars = not disable
         self._rounds: Any = None
-        self._running = False
         self._shown: dict[str, str] = {}
         self._held: list[str] = []
         self._ended = threading.Event()
@@ -101,7 +100,6 @@ class Progress:
 
     def total(self, rounds: int, done: int) -> None:
         """Show the bar over rounds; where there is no terminal, one line before the first."""
-        self._running = True
         self._rounds = tqdm(
             total=rounds,
             initial=done,
@@ -128,7 +126,6 @@ class Progress:
     @contextlib.contextmanager
     def round(self, t: int) -> Iterator[RoundBar]:
         """Show the bar of round t."""
-        self._running = True
         with tqdm(
             total=100, bar_format=_SHARE_ONLY, leave=False, position=1, disable=self._hidden
         ) as bar:
@@ -194,7 +191,6 @@ class Progress:
         self._ended.set()
         if self._rounds is not None:
             self._rounds.close()
-        self._running = False
         self._show_held()
 
 

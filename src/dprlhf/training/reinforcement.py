@@ -237,7 +237,16 @@ class Reinforcement:
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
         recipe = self.recipe
-        self.keeps = _keeps(recipe, plan, policy, processes.count)
+        # Gradients reuse the outputs of sampling; never in PPO, whose copies move. On a CPU the
+        # processes share their memory.
+        rows = plan.expected_batch_size * recipe.rollout.responses * recipe.data.prompts_in_round
+        sharing = 1 if policy.device.type == "cuda" else processes.count
+        self.keeps = not isinstance(recipe.update, PPO) and keeps_outputs(
+            policy,
+            recipe.rollout,
+            rows=rows / processes.count * sharing,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+        )
         self.public = evaluated(recipe, public)
         start_adapter(policy, recipe, public, prepared.guides)
 
@@ -506,22 +515,6 @@ class Reinforcement:
             policy=run.policy,
             compared=found,
         )
-
-
-def _keeps(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processes: int) -> bool:
-    """Return whether gradients reuse the outputs of sampling; never in PPO, whose copies move."""
-    rows = plan.expected_batch_size * recipe.rollout.responses / processes
-    return not isinstance(recipe.update, PPO) and keeps_outputs(
-        policy,
-        recipe.rollout,
-        rows=rows * recipe.data.prompts_in_round * _processes_here(policy, processes),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
-
-
-def _processes_here(policy: CausalLMPolicy, processes: int) -> int:
-    """Return how many processes may share the memory of the policy's device."""
-    return 1 if policy.device.type == "cuda" else processes
 
 
 def _rewards(scored: Scores) -> dict[str, Any]:

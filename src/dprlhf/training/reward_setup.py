@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,23 +35,6 @@ def check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str])
 def call_size(rows: float) -> int:
     """Return the size of a reward's calls, a power of two, from the rows expected in a round."""
     return min(_LARGEST_CALL, 1 << max(0, math.ceil(rows) - 1).bit_length())
-
-
-def _lacks(reward: str, column: str, private: Sequence[str], public: Iterable[str]) -> DprlhfError:
-    """Return the error of a reward that needs a column, which says whose rows lack it."""
-    if column in private:
-        named = ", ".join(sorted(public)) or "none"
-        return DprlhfError(
-            f"reward {reward!r} needs the column {column!r}, which the users' rows have and the"
-            f" public prompts (evaluation.data) lack; their columns: {named}. Add it there, or give"
-            " the parameter a default"
-        )
-    near = nearest(column, private)
-    hint = f"did you mean {near!r}? Or add" if near else "add"
-    return DprlhfError(
-        f"reward {reward!r} needs the column {column!r}, which the prompts lack (their columns:"
-        f" {', '.join(private)}): {hint} it, or give the parameter a default"
-    )
 
 
 def check_rewards(
@@ -103,7 +86,20 @@ def check_rewards(
     unchecked: dict[str, str] = {}
     for name, found in lacking.items():
         if not (private and {*found} <= {*columns}):
-            raise _lacks(name, found[0], columns, rows.columns)
+            column = found[0]
+            needs = f"reward {name!r} needs the column {column!r}, which the"
+            if column in columns:
+                named = ", ".join(sorted(rows.columns)) or "none"
+                raise DprlhfError(
+                    f"{needs} users' rows have and the public prompts (evaluation.data) lack; their"
+                    f" columns: {named}. Add it there, or give the parameter a default"
+                )
+            near = nearest(column, columns)
+            hint = f"did you mean {near!r}? Or add" if near else "add"
+            raise DprlhfError(
+                f"{needs} prompts lack (their columns: {', '.join(columns)}): {hint} it, or give"
+                " the parameter a default"
+            )
         unchecked[name] = f"needs {', '.join(found)}, which no public prompt has"
     checked, reports, nowhere = [], [], None
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON

@@ -139,6 +139,11 @@ def signal_of(
     lifted = clipped if directions is None else clipped @ directions.double()
     both = (square * whole) ** 0.5
     alignment = mean_product(lifted, vectors) / both if both else 1.0
+    # The standard error of mean_product(clipped, clipped) where its mean is zero.
+    users, error = len(clipped), math.inf
+    if users > 1:
+        products = (clipped @ clipped.T).fill_diagonal_(0.0)
+        error = float(products.norm()) * 2**0.5 / (users * (users - 1))
     return Signal(
         norm=square**0.5,
         spread=max(float(clipped.square().sum(1).mean()) - square, 0.0),
@@ -147,17 +152,8 @@ def signal_of(
         gradient=whole**0.5,
         trained=vectors.shape[1],
         scale=scale,
-        error=_chance(clipped),
+        error=error,
     )
-
-
-def _chance(vectors: torch.Tensor) -> float:
-    """Return the standard error of ``mean_product(vectors, vectors)`` where its mean is zero."""
-    users = len(vectors)
-    if users < 2:
-        return math.inf
-    products = (vectors @ vectors.T).fill_diagonal_(0.0)
-    return float(products.norm()) * 2**0.5 / (users * (users - 1))
 
 
 def mean_product(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
+from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
@@ -178,17 +178,8 @@ class Supervised:
         """Refuse rows of a form that cannot be read."""
         if not self.recipe.classifier:
             check_template(self.recipe.data, users, policy)
-        self._check_form(policy)
-
-    def _check_form(self, policy: CausalLMPolicy) -> None:
-        """Refuse rows of which none can be read, by a made-up row of the form that they have.
-
-        A user who cannot be read contributes nothing and ends no run; if nobody could be, the run
-        would spend its whole budget on noise.
-
-        Raises:
-            DprlhfError: It cannot be encoded.
-        """
+        # A user who cannot be read contributes nothing and ends no run; if nobody could be, the run
+        # would spend its whole budget on noise.
         problems = [
             failure_message(partial(self.task.encode, policy, row), quoted=True)
             for row in self._made_up
@@ -276,13 +267,6 @@ class Supervised:
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Release the clipped sum of the users' loss gradients, and step along it."""
         batch.bar.start("gradients", batch.users)
-        clipped = self._clipped_sum(run, batch)
-        released = batch.release(clipped.bounded)
-        ascend(run.policy.parameters.values(), run.optimizer, released)
-        return Outcome(released, clipped.norms, {}, Private({}))
-
-    def _clipped_sum(self, run: Run, batch: Batch) -> ClippedSum:
-        """Return Σ_u clip(−∇ loss of user u, S) over all processes."""
         batch_size = self.recipe.update.batch_size
 
         def weighted(users: NDArray[np.int64]) -> Weighted:
@@ -290,7 +274,7 @@ class Supervised:
             weights = self.task.weights(run.policy, encoded, batch_size)
             return Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
 
-        return clipped_sum(
+        clipped = clipped_sum(
             run.policy,
             batch.users.map(weighted),
             clip_norm=run.plan.clip_norm,
@@ -299,6 +283,9 @@ class Supervised:
             most_users=run.plan.users,
             tick=batch.tick,
         )
+        released = batch.release(clipped.bounded)
+        ascend(run.policy.parameters.values(), run.optimizer, released)
+        return Outcome(released, clipped.norms, {}, Private({}))
 
     def encoded(self, run: Run, users: NDArray[np.int64]) -> Responses:
         """Return the rows of some users that can be read, as tokens."""

@@ -45,19 +45,15 @@ class Task(Protocol):
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Turn rows of data into rows of tokens, those of a user adjacent."""
-        ...
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
         """Return for each row of data whether it has more tokens than are kept, ``[rows]``."""
-        ...
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return the weight of each row's log-probability, ``[rows]``."""
-        ...
 
     def losses(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> list[Array]:
         """Return the metrics of PUBLIC examples, an array ``[examples]`` for each metric."""
-        ...
 
 
 class NextTokens:
@@ -178,7 +174,7 @@ class Pairs:
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return minus the loss's derivative, ± σ(r(rejected) − r(chosen)) / the user's pairs."""
-        slope = 1 - _sigmoid(_margins(model, encoded, batch_size))
+        slope = 1 - np.exp(-np.logaddexp(0, -_margins(model, encoded, batch_size)))
         pairs = np.bincount(encoded.user, minlength=encoded.users)[encoded.user] / 2
         signed: Array = np.stack([slope, -slope], 1).ravel() / pairs
         return signed
@@ -272,8 +268,3 @@ def _margins(model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Arra
     scores = token_logprobs(model, encoded, batch_size)[:, 0]
     margins: Array = scores[0::2] - scores[1::2]
     return margins
-
-
-def _sigmoid(x: Array) -> Array:
-    values: Array = np.exp(-np.logaddexp(0, -x))
-    return values

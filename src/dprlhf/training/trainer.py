@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -31,6 +29,7 @@ from dprlhf.runs.lineage import attach
 from dprlhf.runs.model_card import model_card
 from dprlhf.runs.opening import runs_beside
 from dprlhf.training.interrupt import Interruptible
+from dprlhf.training.layout import random_adapter
 from dprlhf.training.rounds import (
     check_finite,
     gate_for_round,
@@ -207,7 +206,9 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
             folder = RunFolder(Path(place))
             folder.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
             write_json(folder.privacy, card)
-            with _moved(policy):
+            # Whole weights do not start at zero; an adapter may.
+            whole = policy.network is policy.model
+            with contextlib.nullcontext() if whole else random_adapter(policy, 0.05):
                 write_policy(policy, folder, recipe, card, records)
                 stage.rehearse(prepared, folder)
     except (DprlhfError, *EXITS):
@@ -217,21 +218,3 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
             "the end of the run was tried before its first round, and failed:"
             f" {type(error).__name__}: {one_line(error)}"
         ) from None
-
-
-@contextlib.contextmanager
-def _moved(policy: CausalLMPolicy) -> Iterator[None]:
-    """Move each parameter of an adapter at random within the context, by PUBLIC numbers."""
-    before = {} if policy.network is policy.model else policy.parameters
-    kept = {name: parameter.detach().clone() for name, parameter in before.items()}
-    draws = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad():
-            for parameter in before.values():
-                noise = torch.randn(parameter.shape, generator=draws)
-                parameter.add_(noise.to(parameter) * 0.05)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in before.items():
-                parameter.copy_(kept[name])
