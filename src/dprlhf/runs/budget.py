@@ -9,7 +9,7 @@ is behind the book, which sees it when a run is resumed and when it ends: anothe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dprlhf import budget
@@ -60,7 +60,11 @@ def reserve(
     name = budget.book_name(recipe.privacy.book)
     own = list(_marks([folder.path])) if folder is not None else []
     if name is None:
-        _need_no_book(own)
+        if folder is not None and own:
+            raise DprlhfError(
+                f"{folder.ledger}: this run's cost is reserved in budget book {own[0].book}: name"
+                " that book in DPRLHF_BOOK to continue"
+            )
         return None
     if not plan.private:
         raise DprlhfError(
@@ -68,15 +72,22 @@ def reserve(
             " baselines on other people's data, with privacy.book=none"
         )
     book = budget.Book(name)
-    if own and own[-1].mark.book != book.id:
+    if folder is not None and own and own[-1].book != book.id:
         raise DprlhfError(
-            f"{own[-1].path}: this run's cost is reserved in budget book {own[-1].mark.book}, and"
+            f"{folder.ledger}: this run's cost is reserved in budget book {own[-1].book}, and"
             f" privacy.book or DPRLHF_BOOK names book {book.id}"
         )
     near = list(folder.path.parent.glob("*/")) if folder is not None else []
-    marks = [at.mark for at in _marks([*near, *(Path(p.run) for p in recipe.previous)])]
+    marks = _marks([*near, *(Path(p.run) for p in recipe.previous)])
+    held = folder is not None and folder.key.is_file()
     return book.reserve(
-        _spending(recipe, plan, earlier.tuning_runs, folder),
+        budget.Spending(
+            run=commitment(folder.open()) if folder is not None and held else "",
+            name=folder.path.resolve().name if folder is not None else "",
+            stage=recipe.stage,
+            mechanism=Mechanism(**cost_terms(vars(plan.mechanism))),
+            times=1 + earlier.tuning_runs,
+        ),
         open_private(users.hashed(book.hashed)),
         dataset=recipe.privacy.dataset,
         unit=recipe.data.user_column,
@@ -85,7 +96,7 @@ def reserve(
             for r in earlier.records
             if r.run not in earlier.disjoint
         ],
-        marks=[*(at.mark for at in own), *marks],
+        marks=[*own, *marks],
         commit=commit,
     )
 
@@ -101,29 +112,6 @@ def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
     book = budget.book_name(recipe.privacy.book)
     if book is not None:
         budget.Book(book).follow(run, [entry.hash for entry in ledger.entries])
-
-
-def _need_no_book(own: Sequence[_At]) -> None:
-    """Refuse to continue without a book a run whose ledger names one."""
-    if own:
-        raise DprlhfError(
-            f"{own[0].path}: this run's cost is reserved in budget book {own[0].mark.book}:"
-            " name that book in DPRLHF_BOOK to continue"
-        )
-
-
-def _spending(
-    recipe: AnyRecipe, plan: Plan, tuning_runs: int, folder: RunFolder | None
-) -> budget.Spending:
-    """Return a run's whole planned cost, that of its declared tuning runs included."""
-    held = folder is not None and folder.key.is_file()
-    return budget.Spending(
-        run=commitment(folder.open()) if folder is not None and held else "",
-        name=folder.path.resolve().name if folder is not None else "",
-        stage=recipe.stage,
-        mechanism=Mechanism(**cost_terms(vars(plan.mechanism))),
-        times=1 + tuning_runs,
-    )
 
 
 def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Reservation:
@@ -145,14 +133,7 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Res
     return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.user_column)
 
 
-class _At:
-    """A mark and the ledger file that it is from."""
-
-    def __init__(self, path: Path, mark: budget.Mark) -> None:
-        self.path, self.mark = path, mark
-
-
-def _marks(runs: Iterable[Path]) -> Iterator[_At]:
+def _marks(runs: Iterable[Path]) -> Iterator[budget.Mark]:
     """Yield the entries about budget books in the ledgers of some runs, of each in its order.
 
     The runs may be in progress, so lines that cannot be read are passed over: a run's own ledger is
@@ -174,7 +155,6 @@ def _marks(runs: Iterable[Path]) -> Iterator[_At]:
                     opened = entry["body"]["key_commitment"]
                 elif opened is not None and entry["kind"] == "book":
                     body = entry["body"]
-                    mark = budget.Mark(opened, body["book"], body["reservation"], body["counter"])
-                    yield _At(path, mark)
+                    yield budget.Mark(opened, body["book"], body["reservation"], body["counter"])
             except (ValueError, KeyError, TypeError):
                 continue

@@ -55,6 +55,16 @@ def privacy_card(
         else "one row of the prompt dataset"
     )
     most = recipe.data.max_prompts_per_user if recipe.data.user_column else 1
+    risk = None  # what a guess about one person can gain from this run and the earlier ones
+    if plan.private and math.isfinite(total(plan, earlier).epsilon):
+        risk = asdict(risk_of(all_records(plan, earlier)))
+    declared, guides = "", []
+    if recipe.evaluation is not None and recipe.evaluation.declared_public:
+        declared = " (declared to be public even where a user has the same text)"
+    spec = getattr(recipe.update, "subspace", None)
+    if spec is not None:
+        where = "evaluation.data" if spec.data is None else spec.data.path
+        guides = [f"the prompts that the directions of update.subspace are fitted to, {where}"]
     card = {
         "private": plan.private,
         "dataset": _dataset(recipe),
@@ -62,7 +72,7 @@ def privacy_card(
         "neighbouring": _NEIGHBOURS[plan.adjacency],
         **plan.terms(),
         **({"total": _total(plan, earlier)} if earlier else {}),
-        "risk": _risk(plan, earlier),
+        "risk": risk,
         "sensitivity": plan.sensitivity if plan.private else None,
         "dimension": dimension,
         "noise_to_clip_ratio": plan.noise_to_clip_ratio(released_dimension(recipe, dimension)),
@@ -73,8 +83,8 @@ def privacy_card(
         + [
             f"the number of users, {plan.users}",
             "the names of the data's columns, and whether each holds texts, numbers or dates",
-            f"the recipe, its seed, and the public evaluation prompts{_declared(recipe)}",
-            *_guides(recipe),
+            f"the recipe, its seed, and the public evaluation prompts{declared}",
+            *guides,
             *_selection(recipe),
         ],
         "assumptions": [
@@ -88,7 +98,8 @@ def privacy_card(
         "experimental": list(experimental(recipe)),
         "tuning": _TUNING.get(recipe.privacy.tuning_runs)
         or f"declared: {_runs(earlier)} on the same users, which the total counts",
-        "earlier_runs": _named(earlier),
+        "earlier_runs": ", ".join(record.name for record in earlier.records)
+        or "none declared: other runs on the same users would cost their own ε",
         "secret_folder": ABOUT_SECRET_FOLDER,
         "responses": ABOUT_RESPONSES,
         "version": software_version(),
@@ -111,14 +122,6 @@ def released_dimension(recipe: AnyRecipe, dimension: int) -> int:
     return dimension if subspace is None else int(subspace.rank)
 
 
-def _guides(recipe: AnyRecipe) -> list[str]:
-    spec = getattr(recipe.update, "subspace", None)
-    if spec is None:
-        return []
-    where = "evaluation.data" if spec.data is None else spec.data.path
-    return [f"the prompts that the directions of update.subspace are fitted to, {where}"]
-
-
 def _selection(recipe: AnyRecipe) -> list[str]:
     data = recipe.data
     given = {"skip": bool(data.skip), "limit": data.limit is not None, "split": "[" in data.split}
@@ -129,15 +132,6 @@ def _selection(recipe: AnyRecipe) -> list[str]:
     # change two users, unless neighbouring datasets differ among the selected rows only.
     verb = "select" if " and " in named else "selects"
     return [f"which rows {named} {verb}: neighbouring datasets differ among these"]
-
-
-def _declared(recipe: AnyRecipe) -> str:
-    if recipe.evaluation is None or not recipe.evaluation.declared_public:
-        return ""
-    return _DECLARED
-
-
-_DECLARED = " (declared to be public even where a user has the same text)"
 
 
 def read_card(folder: RunFolder) -> dict[str, Any]:
@@ -234,19 +228,6 @@ def _total(plan: Plan, earlier: Earlier) -> dict[str, Any]:
             ]
         ),
     }
-
-
-def _risk(plan: Plan, earlier: Earlier) -> dict[str, Any] | None:
-    """Return what a guess about one person can gain from this run and the earlier ones."""
-    if not (plan.private and math.isfinite(total(plan, earlier).epsilon)):
-        return None
-    return asdict(risk_of(all_records(plan, earlier)))
-
-
-def _named(earlier: Earlier) -> str:
-    if not earlier.records:
-        return "none declared: other runs on the same users would cost their own ε"
-    return ", ".join(record.name for record in earlier.records)
 
 
 def _runs(earlier: Earlier) -> str:

@@ -138,7 +138,13 @@ def records_of(run: Path) -> list[Record]:
                 f"{run}: not the folder of a private run (recipe.yaml, ledger.jsonl), nor a model"
                 " that carries the record of one"
             )
-        return [_record(r, str(run)) for told in carried for r in told["runs"]]
+        try:
+            return [_checked(r) for told in carried for r in told["runs"]]
+        except _WRONG:
+            raise DprlhfError(
+                f"{run}: its privacy record was altered, or is of a newer version of dprlhf; name"
+                " the run's own folder"
+            ) from None
     return records_in(
         read_opened(folder.ledger)[0].body, load_any_recipe(folder.recipe), run.resolve().name
     )
@@ -146,16 +152,6 @@ def records_of(run: Path) -> list[Record]:
 
 _WRONG = (TypeError, ValueError, KeyError, AttributeError, OverflowError, DprlhfError)
 """What a record may raise that does not have the fields of today's version, or odd values."""
-
-
-def _record(values: Any, source: str) -> Record:
-    try:
-        return _checked(values)
-    except _WRONG:
-        raise DprlhfError(
-            f"{source}: its privacy record was altered, or is of a newer version of dprlhf; name"
-            " the run's own folder"
-        ) from None
 
 
 def _checked(values: Any) -> Record:
@@ -166,12 +162,6 @@ def _checked(values: Any) -> Record:
     mechanism = {**record.mechanism, "noise_multiplier": noise}
     record = Record(**{**values, "delta": float(record.delta), "mechanism": mechanism})
     Mechanism(**mechanism)
-    _check_kinds(record)
-    return record
-
-
-def _check_kinds(record: Record) -> None:
-    """Raise a ValueError where a total could not be stated, or would be wrong, from a record."""
     texts = [record.run, record.name, record.stage, *record.disjoint]
     right = (
         all(isinstance(text, str) for text in texts)
@@ -182,6 +172,7 @@ def _check_kinds(record: Record) -> None:
     )
     if not right:
         raise ValueError
+    return record
 
 
 def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Record]:

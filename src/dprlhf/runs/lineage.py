@@ -48,7 +48,17 @@ def attach(folder: Path, carried: Carried) -> None:
     if card.is_file():
         card.write_text(in_card(card.read_text("utf-8"), carried), encoding="utf-8")
     for weights in folder.glob("*.safetensors"):
-        _mark(weights, metadata(carried)[KEY])
+        # The tensors are copied as they are.
+        length, header = _header(weights)
+        header["__metadata__"] = {**header.get("__metadata__", {}), KEY: metadata(carried)[KEY]}
+        data = json.dumps(header, separators=(",", ":")).encode()
+        data += b" " * (-len(data) % 8)  # the format aligns the tensors to 8 bytes
+        fresh = weights.with_name(weights.name + ".tmp")
+        with open(weights, "rb") as old, open(fresh, "wb") as new:
+            old.seek(8 + length)
+            new.write(len(data).to_bytes(8, "little") + data)
+            shutil.copyfileobj(old, new, _COPIED_AT_ONCE)
+        os.replace(fresh, weights)
 
 
 def mark(model: Any, carried: Carried) -> None:
@@ -118,22 +128,17 @@ def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
             if isinstance(settings, dict) and KEY in settings:
                 yield settings[KEY]
     for file in _files(model, "README.md", revision, False):
-        yield from _front_matter(file.read_text("utf-8", errors="replace"))
+        card = file.read_text("utf-8", errors="replace")
+        with contextlib.suppress(yaml.YAMLError, ValueError):  # the second for 2024-99-99
+            told = yaml.safe_load(card[4:].split("\n---", 1)[0]) if card[:4] == "---\n" else None
+            if isinstance(told, dict) and KEY in told:
+                yield told[KEY]
     names = ["*.safetensors"] if Path(model).is_dir() else _WEIGHTS
     for file in (f for name in names for f in _files(model, name, revision, False)):
         with contextlib.suppress(ValueError, OSError):
             told = _header(file)[1].get("__metadata__", {})
             if KEY in told:
                 yield told[KEY]
-
-
-def _front_matter(card: str) -> Iterator[Any]:
-    if not card.startswith("---\n"):
-        return
-    with contextlib.suppress(yaml.YAMLError, ValueError):  # the second for 2024-99-99
-        told = yaml.safe_load(card[4:].split("\n---", 1)[0])
-        if isinstance(told, dict) and KEY in told:
-            yield told[KEY]
 
 
 def _files(model: str, name: str, revision: str | None, fetch: bool) -> list[Path]:
@@ -161,17 +166,3 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             raise ValueError(f"{file}: no safetensors file")
         header: dict[str, Any] = json.loads(held.read(length))
     return length, header
-
-
-def _mark(file: Path, text: str) -> None:
-    """Add a text to the metadata of a safetensors file; the tensors are copied as they are."""
-    length, header = _header(file)
-    header["__metadata__"] = {**header.get("__metadata__", {}), KEY: text}
-    data = json.dumps(header, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)  # the format aligns the tensors to 8 bytes
-    fresh = file.with_name(file.name + ".tmp")
-    with open(file, "rb") as old, open(fresh, "wb") as new:
-        old.seek(8 + length)
-        new.write(len(data).to_bytes(8, "little") + data)
-        shutil.copyfileobj(old, new, _COPIED_AT_ONCE)
-    os.replace(fresh, file)

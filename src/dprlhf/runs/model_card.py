@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.privacy.gaussian import downwards, upwards
-from dprlhf.recipe import ADAPTERS, Adapter, AnyRecipe
+from dprlhf.recipe import ADAPTERS, AnyRecipe
 
 ABOUT_SECRET_FOLDER = (
     "not published; dprlhf never deletes it, so the operator decides how long it is kept: it is"
@@ -38,10 +38,18 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
     trained = recipe.trained
     base = trained.model_name_or_path
-    adapter = _described(trained.adapter)
+    adapter = ADAPTERS[trained.adapter.type].description.format(
+        rank=trained.adapter.rank, peft_type=(trained.adapter.peft or {}).get("peft_type")
+    )
     if merged and trained.adapter.type != "full":
         adapter = f"Whole weights with the adapter merged ({adapter[0].lower()}{adapter[1:]})"
     lower = downwards(float(card["epsilon_lower"]), 4)
+    rounding = card.get("rounding") or "not checked; assumed not to depend on the other rows"
+    valued = "; ".join(
+        f"the {name} policy {value}" for name, value in card.get("value", {}).items()
+    )
+    if valued:
+        valued = f"Mean feedback by the users' logs: {valued}.\n\n"
     return f"""{_hub_metadata(recipe, merged)}
 # {base} tuned with dprlhf
 
@@ -53,7 +61,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
 
 In plain words: {in_plain_words(card)}
 
-{_valued(card)}Data set of the users: {card.get("dataset", recipe.data.path)}.
+{valued}Data set of the users: {card.get("dataset", recipe.data.path)}.
 
 Earlier runs: {card.get("earlier_runs", "see above")}.
 
@@ -72,7 +80,7 @@ Audit: {_audited(card)}.
 
 Budget book: {_counted(card)}.
 
-Rounding of a row in its batch: {_rounding(card)}.
+Rounding of a row in its batch: {rounding}.
 
 Assumed public:
 
@@ -82,12 +90,6 @@ Assumptions:
 
 {assumptions}
 """
-
-
-def _valued(card: dict[str, Any]) -> str:
-    """Return a paragraph on the value of the policy, of a run that released it."""
-    found = [f"the {name} policy {value}" for name, value in card.get("value", {}).items()]
-    return f"Mean feedback by the users' logs: {'; '.join(found)}.\n\n" if found else ""
 
 
 def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:
@@ -105,12 +107,6 @@ tags:
 - {recipe.hub_tag}
 ---
 """
-
-
-def _described(adapter: Adapter) -> str:
-    """Return what ``policy/`` holds, in words."""
-    kind = str((adapter.peft or {}).get("peft_type"))
-    return ADAPTERS[adapter.type].description.format(rank=adapter.rank, peft_type=kind)
 
 
 def guarantee_sentence(card: dict[str, Any]) -> str:
@@ -215,10 +211,6 @@ def _counted(card: dict[str, Any]) -> str:
         f"reservation {book['number']} in book {book['book']}; each user's budget over all runs is"
         f" epsilon {upwards(book['epsilon'], 4)} at delta {upwards(book['delta'], 3)}"
     )
-
-
-def _rounding(card: dict[str, Any]) -> str:
-    return str(card.get("rounding") or "not checked; assumed not to depend on the other rows")
 
 
 def is_hub_id(model: str) -> bool:

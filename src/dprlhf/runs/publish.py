@@ -149,7 +149,10 @@ def write_merged(
     adapter = recipe.trained.adapter.type
     try:
         if adapter == "full":
-            (whole, tokenizer), right = _whole(folder), True
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            whole = AutoModelForCausalLM.from_pretrained(folder.policy, dtype=torch.float32)
+            tokenizer, right = AutoTokenizer.from_pretrained(folder.policy), True
         else:
             base, tokenizer = _base_and_tokenizer(recipe, folder, model)
             import peft
@@ -173,14 +176,6 @@ def write_merged(
         raise UnmergeableError(
             f"the adapter ({adapter}) cannot be merged ({one_line(error)})"
         ) from None
-
-
-def _whole(folder: RunFolder) -> tuple[Any, Any]:
-    """Load the model and the tokenizer of a run without an adapter."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder.policy, dtype=torch.float32)
-    return model, transformers.AutoTokenizer.from_pretrained(folder.policy)
 
 
 def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import charged_rounds
@@ -131,8 +131,11 @@ def read_run(path: Path) -> PublishedRun:
     if not any(file.is_file() for file in files):
         folder.require()  # raises: the recipe is missing, too
     run = PublishedRun(path.resolve().name)
-    read = _attempt(run, folder.recipe, _recipe_text, _Recipe())
-    run.recipe, run.public_losses, run.model = read
+    # A recipe that is cut off is often still YAML: it is loaded, too.
+    read = _attempt(run, folder.recipe, lambda f: (f.read_text("utf-8"), load_any_recipe(f)), None)
+    if read is not None:
+        run.recipe, recipe = read
+        run.public_losses, run.model = recipe.public_losses, recipe.trained.model_name_or_path
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
     run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)
@@ -147,7 +150,19 @@ def read_run(path: Path) -> PublishedRun:
         run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
         run.win_rates = _attempt(run, folder.evaluation, _win_rates, {})
         run.value = _attempt(run, folder.evaluation, _values, {})
-    _judge(run, finished=finished)
+    if run.card and not run.card.get("private"):
+        run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
+    if not finished:
+        run.problems.append(
+            f"Half-finished: {len(run.metrics)} of {run.rounds or 'an unknown number of'} rounds"
+            " are done. Continue it with dprlhf resume."
+        )
+    lost = sorted(set(run.charged) - {m["round"] for m in run.metrics})
+    if finished and lost:
+        run.problems.append(
+            f"Charged without a line in metrics.jsonl: round {', '.join(map(str, lost))}. The"
+            " users of these rounds are spent."
+        )
     return run
 
 
@@ -170,19 +185,6 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
         return value
 
     return read
-
-
-class _Recipe(NamedTuple):
-    text: str = ""
-    public_losses: tuple[str, ...] = ()
-    model: str = ""
-
-
-def _recipe_text(file: Path) -> _Recipe:
-    """Return the recipe's text, the names of its stage's metrics on public rows, and its model."""
-    text = file.read_text("utf-8")
-    recipe = load_any_recipe(file)  # a cut-off recipe is often still YAML
-    return _Recipe(text, recipe.public_losses, recipe.trained.model_name_or_path)
 
 
 def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
@@ -237,23 +239,6 @@ def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
     if damaged:
         run.problems.append(f"metrics.jsonl is damaged: {damaged} of its lines cannot be read.")
     return [rounds[t] for t in sorted(rounds)]
-
-
-def _judge(run: PublishedRun, *, finished: bool) -> None:
-    """Add the problems that a reader has to know before reading the numbers."""
-    if run.card and not run.card.get("private"):
-        run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
-    if not finished:
-        run.problems.append(
-            f"Half-finished: {len(run.metrics)} of {run.rounds or 'an unknown number of'} rounds"
-            " are done. Continue it with dprlhf resume."
-        )
-    lost = sorted(set(run.charged) - {m["round"] for m in run.metrics})
-    if finished and lost:
-        run.problems.append(
-            f"Charged without a line in metrics.jsonl: round {', '.join(map(str, lost))}. The"
-            " users of these rounds are spent."
-        )
 
 
 def finite_number(value: Any) -> float | None:

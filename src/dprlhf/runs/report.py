@@ -62,7 +62,6 @@ def render(runs: Sequence[PublishedRun], together: str = "") -> str:
         runs=runs,
         first=_FIRST,
         figures=lambda run: _figures(run, alone=len(compared) < 2),
-        phases=_phases,
         together=together,
         comparison=comparison,
         shown_samples=_SHOWN_SAMPLES,
@@ -251,12 +250,6 @@ def _band(error: Any) -> float | None:
     """Return half the width of a 95% band; None without a standard error, as of a single row."""
     number = finite_number(error)
     return None if number is None or number < 0 else _Z95 * number
-
-
-def _phases(run: PublishedRun) -> list[tuple[str, float, float]]:
-    """Return each phase with its seconds per response and its share in percent."""
-    total = sum(run.timing.values())
-    return [(name, s, 100 * s / total) for name, s in run.timing.items()] if total > 0 else []
 
 
 def _shown(value: Any) -> str:

@@ -74,7 +74,17 @@ class _Tracker:
         self._warning: str | None = None
 
         def start() -> None:
-            tracker = _make(name, folder)
+            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            settings = dict(_SETTINGS.get(name, {}))
+            if name in ("wandb", "trackio"):
+                settings["name"] = folder.path.name
+            if name == "mlflow":
+                settings["run_name"] = folder.path.name
+            if kind.requires_logging_directory:
+                settings["logging_dir"] = str(folder.path / "tracking")
+            tracker = kind("dprlhf", **settings)
             tracker.start()
             tracker.store_init_configuration(flat(config))
             self._tracker = tracker
@@ -123,20 +133,6 @@ def _stopped_clock() -> Iterator[None]:
         yield
     finally:
         setattr(time, "time", clock)  # noqa: B010
-
-
-def _make(name: str, folder: RunFolder) -> Any:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    kind = LOGGER_TYPE_TO_CLASS[name]
-    settings = dict(_SETTINGS.get(name, {}))
-    if name in ("wandb", "trackio"):
-        settings["name"] = folder.path.name
-    if name == "mlflow":
-        settings["run_name"] = folder.path.name
-    if kind.requires_logging_directory:
-        settings["logging_dir"] = str(folder.path / "tracking")
-    return kind("dprlhf", **settings)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -136,13 +136,6 @@ def _no_smaller(computed: Epsilon, stated: Any) -> Epsilon:
     return computed
 
 
-def _saved(folder: RunFolder) -> int | None:
-    place = last_checkpoint(folder)
-    if place is None or not (place / "state.json").is_file():
-        return None
-    return int(json.loads((place / "state.json").read_text("utf-8"))["round"])
-
-
 def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[str]:
     terms, card = records.terms, records.card
     found = _charges(records)
@@ -180,8 +173,13 @@ def _charges(records: Records) -> list[str]:
         for name in planned
     ):
         found.append("The ledger charges a round with other noise or another limit than planned.")
-    shown = {"metrics.jsonl": _metric_rounds(records.folder.metrics), "the ledger": committed}
-    saved = _saved(records.folder)
+    metrics = records.folder.metrics
+    lines = metrics.read_text("utf-8").splitlines() if metrics.is_file() else []
+    logged = [int(json.loads(line)["round"]) for line in lines if line.endswith("}")]
+    shown = {"metrics.jsonl": logged, "the ledger": committed}
+    place, saved = last_checkpoint(records.folder), None
+    if place is not None and (place / "state.json").is_file():
+        saved = int(json.loads((place / "state.json").read_text("utf-8"))["round"])
     if saved:
         shown["the checkpoint"] = [saved]
     for name, its in shown.items():
@@ -194,12 +192,3 @@ def _charges(records: Records) -> list[str]:
     if records.finished and not charged:
         found.append("There is a final policy, but the ledger has no charge.")
     return found
-
-
-def _metric_rounds(file: Path) -> list[int]:
-    if not file.is_file():
-        return []
-    lines = [
-        json.loads(line) for line in file.read_text("utf-8").splitlines() if line.endswith("}")
-    ]
-    return [int(line["round"]) for line in lines]

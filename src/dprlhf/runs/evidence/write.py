@@ -63,30 +63,14 @@ def write_evidence(
     if limit is not None and not 0 < limit < math.inf:
         raise DprlhfError(f"--limit must be a positive number, not {limit:g}")
     day = date or datetime.datetime.now(datetime.UTC).date()
-    statement = statement_on(read_records(Path(run)), limit, day)
-    source = resources.files("dprlhf").joinpath("runs/evidence/page.html.j2").read_text("utf-8")
-    page = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        s=statement
-    )
-    folder = Path(out) if out is not None else Path(run) / "comply"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "evidence.html", page)
-    # With the page's hash in the JSON, a signature of the JSON covers both.
-    statement["page_sha256"] = hashlib.sha256(page.encode()).hexdigest()
-    write_json(folder / "evidence.json", statement)
-    alerts = [alert["what"] for alert in statement["alerts"]]
-    return Written(folder / "evidence.html", folder / "evidence.json", alerts)
-
-
-def statement_on(records: Records, limit: float | None, date: datetime.date) -> dict[str, Any]:
-    """Return all that the page says, JSON-ready."""
+    records = read_records(Path(run))
     stands, total = records.private and not records.contradictions, records.total
     risk = json_ready(asdict(risk_of(records.runs))) if records.private else None
     counted = {**records.card, "risk": risk}
     none = "no confirmed guarantee" if records.private else "no guarantee"
-    return {
+    statement: dict[str, Any] = {
         "format": "dprlhf evidence 2",
-        "date": date.isoformat(),
+        "date": day.isoformat(),
         "software": f"dprlhf {software_version()}",
         "run": records.name,
         "commitment": records.terms["key_commitment"],
@@ -108,6 +92,18 @@ def statement_on(records: Records, limit: float | None, date: datetime.date) -> 
         "assumptions": list(records.card.get("assumptions", [])),
         "files": hashes(records.folder),
     }
+    source = resources.files("dprlhf").joinpath("runs/evidence/page.html.j2").read_text("utf-8")
+    page = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined).render(
+        s=statement
+    )
+    folder = Path(out) if out is not None else Path(run) / "comply"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "evidence.html", page)
+    # With the page's hash in the JSON, a signature of the JSON covers both.
+    statement["page_sha256"] = hashlib.sha256(page.encode()).hexdigest()
+    write_json(folder / "evidence.json", statement)
+    alerts = [alert["what"] for alert in statement["alerts"]]
+    return Written(folder / "evidence.html", folder / "evidence.json", alerts)
 
 
 def answers_of(records: Records, risk: dict[str, Any] | None) -> list[tuple[str, str, str]]:
