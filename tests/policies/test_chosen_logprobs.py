@@ -19,7 +19,7 @@ def parts_of(size: int) -> Any:
 def test_value_and_gradient_are_those_of_log_softmax(
     size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chosen_logprobs, "_parts", parts_of(size))
+    monkeypatch.setattr(chosen_logprobs, "row_parts", parts_of(size))
     random = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=random, dtype=torch.float64)
     tokens = torch.randint(11, (7,), generator=random)
@@ -50,5 +50,5 @@ def test_the_logits_are_left_as_they_are(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 40, 41])
 def test_the_parts_are_all_of_the_rows_once(rows: int) -> None:
     logits = torch.empty(rows, 50_000)
-    covered = [row for part in chosen_logprobs._parts(logits) for row in range(rows)[part]]
+    covered = [row for part in chosen_logprobs.row_parts(logits) for row in range(rows)[part]]
     assert covered == list(range(rows))

@@ -137,10 +137,10 @@ def test_a_rows_kept_tokens_do_not_depend_on_the_other_rows(sampling: Sampling) 
 def test_value_and_gradient_are_those_of_autograd(
     sampling: Sampling, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def parts(logits: torch.Tensor) -> Any:
+    def parts(logits: torch.Tensor, on_gpu: int) -> Any:
         return (slice(s, min(s + size, len(logits))) for s in range(0, len(logits), size))
 
-    monkeypatch.setattr(warpers, "_parts", parts)
+    monkeypatch.setattr(warpers, "row_parts", parts)
     rows, length, vocabulary = 3, 4, 23
     random = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(rows * length, vocabulary, generator=random, dtype=torch.float64)

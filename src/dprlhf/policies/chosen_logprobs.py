@@ -38,7 +38,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         scale = 1 / temperature
         normalizers = torch.empty(len(logits), dtype=wide, device=logits.device)
-        for rows in _parts(logits):
+        for rows in row_parts(logits):
             torch.logsumexp(logits[rows].to(wide) * scale, 1, out=normalizers[rows])
         ctx.save_for_backward(logits, chosen, normalizers)
         ctx.scale = scale
@@ -50,16 +50,18 @@ class _ChosenLogProbs(torch.autograd.Function):
         logits, chosen, normalizers = ctx.saved_tensors
         of_logits = torch.empty_like(logits)
         gradient = gradient * ctx.scale
-        for rows in _parts(logits):
+        for rows in row_parts(logits):
             part = logits[rows].to(gradient.dtype) * ctx.scale  # a copy: the rest is in place
             part = part.sub_(normalizers[rows, None]).exp_().mul_(-gradient[rows, None])
             of_logits[rows] = part.scatter_add_(1, chosen[rows, None], gradient[rows, None])
         return of_logits, None, None
 
 
-def _parts(logits: torch.Tensor) -> Iterator[slice]:
-    """Cut the rows of ``[rows, vocabulary]`` into parts of a few million numbers."""
-    most = 2**28 if logits.is_cuda else 2**21
-    size = max(1, most // logits.shape[1])
+def row_parts(logits: torch.Tensor, on_gpu: int = 2**28) -> Iterator[slice]:
+    """Cut the rows of ``[rows, vocabulary]`` into parts whose copies stay in a CPU's cache.
+
+    On a GPU a part has up to ``on_gpu`` numbers.
+    """
+    size = max(1, (on_gpu if logits.is_cuda else 2**21) // logits.shape[1])
     for start in range(0, len(logits), size):
-        yield slice(start, start + size)
+        yield slice(start, min(start + size, len(logits)))

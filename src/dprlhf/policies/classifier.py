@@ -141,6 +141,13 @@ def load_classifier(
 
     from dprlhf.assets import resolve
 
+    head: dict[str, Any] = {"num_labels": 1}
+    if labels is not None:
+        head = {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {n: i for i, n in enumerate(labels)},
+        }
+        head["num_labels"] = len(labels)
     with forked_rng():
         torch.manual_seed(seed)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -150,7 +157,7 @@ def load_classifier(
             trust_remote_code=spec.trust_remote_code,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **head_settings(labels),
+            **head,
             **pinned(spec.model_name_or_path, spec.revision, "model.revision"),
         )
     new = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
@@ -187,18 +194,3 @@ def _save_with_adapter(adapted: Any, layers: list[str]) -> None:
             "policy.adapter.target_modules: the base model has no weights for the layers that it"
             f" names ({', '.join(layers)}), so there is nothing to adapt: name others"
         )
-
-
-def head_settings(labels: list[str] | None) -> dict[str, object]:
-    """Return the arguments of ``from_pretrained`` for the classification head.
-
-    Args:
-        labels: Names of the labels; None for one output.
-    """
-    if labels is None:
-        return {"num_labels": 1}
-    return {
-        "num_labels": len(labels),
-        "id2label": dict(enumerate(labels)),
-        "label2id": {name: number for number, name in enumerate(labels)},
-    }

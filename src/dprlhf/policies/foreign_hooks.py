@@ -58,7 +58,8 @@ def _foreign(model: Any) -> Iterator[tuple[str, Any]]:
     owners = {**dict(model.named_modules()), **dict(model.named_parameters())}
     for owner_name, owner in owners.items():
         hooks = [hook for name in _HOOKS for hook in (getattr(owner, name, None) or {}).values()]
-        hooks += _of_accelerate(getattr(owner, "_hf_hook", None))
+        own = getattr(owner, "_hf_hook", None)  # accelerate calls it around the forward pass
+        hooks += getattr(own, "hooks", None) or ([] if own is None else [own])
         for hook in hooks:
             if not _needed(hook):
                 yield f"in {owner_name!r}" if owner_name else "in the whole model", hook
@@ -72,12 +73,6 @@ def _foreign(model: Any) -> Iterator[tuple[str, Any]]:
             yield "on every operation of torch (a mode of torch)", mode
     if saved := torch._C._autograd._top_saved_tensors_default_hooks(True):
         yield "on what torch saves for the backward pass (saved_tensors_hooks)", saved[0]
-
-
-def _of_accelerate(hook: Any) -> list[Any]:
-    """Return the hooks that accelerate calls around a module's forward pass."""
-    several = getattr(hook, "hooks", None)
-    return list(several) if several else [] if hook is None else [hook]
 
 
 def _needed(hook: Any) -> bool:

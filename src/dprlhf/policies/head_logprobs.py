@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dprlhf.policies import shared_prompt
+from dprlhf.policies.chosen_logprobs import row_parts
 
 _PLAIN_HEADS = frozenset(
     {"gemma", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
@@ -92,8 +93,8 @@ class _HeadLogProbs(torch.autograd.Function):
         for start in range(0, len(states), size):
             part = slice(start, start + size)
             logits = F.linear(states[part], weight, bias)
-            for inner in _in_cache(logits):
-                own = slice(start + inner.start, min(start + inner.stop, start + size))
+            for inner in row_parts(logits):
+                own = slice(start + inner.start, start + inner.stop)
                 scores = logits[inner].to(wide).mul_(scale)
                 normalizers = scores.logsumexp(1)
                 at = chosen[own, None]
@@ -121,9 +122,3 @@ def _tokens_at_once(rows: int, vocabulary: int) -> int:
     most = max(1, _LOGITS // vocabulary)
     parts = max(1, -(-rows // most))
     return max(1, -(-rows // parts))
-
-
-def _in_cache(logits: torch.Tensor) -> list[slice]:
-    """Cut the rows of ``[rows, vocabulary]`` into parts whose copies stay in the cache."""
-    size = max(1, (2**28 if logits.is_cuda else 2**21) // logits.shape[1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]

@@ -359,7 +359,8 @@ class Replay:
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):
-            replaced = dict.fromkeys(parts.skipped, _passed_on)
+            # Frozen layers below the lowest trained one: its input has been kept.
+            replaced = dict.fromkeys(parts.skipped, lambda hidden_states, *_, **__: hidden_states)
             replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
         if self.fits(policy):
             for name, module in parts.linear.items():
@@ -396,14 +397,6 @@ def _at(places: NDArray[np.int64]) -> Any:
     if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
         return slice(int(places[0]), int(places[0]) + len(places))
     return torch.from_numpy(places)
-
-
-def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a layer's input unchanged, in place of a layer whose output is not needed.
-
-    That is a frozen layer below the lowest trained one, whose input has been kept.
-    """
-    return hidden_states
 
 
 def _product_of(

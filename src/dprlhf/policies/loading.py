@@ -59,7 +59,17 @@ def load_policy(
     given = model is not None
     try:
         if tokenizer is None:
-            tokenizer = _tokenizer_of(spec, model)
+            from transformers import AutoTokenizer
+
+            from dprlhf.assets import resolve
+
+            name = spec.model_name_or_path if model is None else model.config._name_or_path
+            tokenizer = AutoTokenizer.from_pretrained(
+                resolve(name),
+                trust_remote_code=spec.trust_remote_code,
+                padding_side="left",
+                **pinned(name, spec.revision, "policy.revision"),
+            )
         if model is None:
             model = _base_of(spec)
     except DprlhfError:
@@ -118,32 +128,13 @@ def _check_model(model: Any, *, whole: bool) -> None:
             " distributed_type: FSDP, or loaded in 4 bit (policy.quantization)"
         )
     if whole:
-        _check_unfrozen(model)
-
-
-def _check_unfrozen(model: Any) -> None:
-    """Refuse a model of which a program has frozen a part: without an adapter all is trained."""
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if 0 < len(frozen) < sum(1 for _ in model.parameters()):
-        raise DprlhfError(
-            f"model: {len(frozen)} of its parameters are frozen ({frozen[0]}, …), and without an"
-            " adapter all weights are trained: say what to train with an adapter (peft_config), or"
-            " unfreeze them (model.requires_grad_(True))"
-        )
-
-
-def _tokenizer_of(spec: recipe.Policy, model: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    from dprlhf.assets import resolve
-
-    name = spec.model_name_or_path if model is None else model.config._name_or_path
-    return AutoTokenizer.from_pretrained(
-        resolve(name),
-        trust_remote_code=spec.trust_remote_code,
-        padding_side="left",
-        **pinned(name, spec.revision, "policy.revision"),
-    )
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        if 0 < len(frozen) < sum(1 for _ in model.parameters()):
+            raise DprlhfError(
+                f"model: {len(frozen)} of its parameters are frozen ({frozen[0]}, …), and without"
+                " an adapter all weights are trained: say what to train with an adapter"
+                " (peft_config), or unfreeze them (model.requires_grad_(True))"
+            )
 
 
 def _base_of(spec: recipe.Policy) -> Any:

@@ -25,9 +25,12 @@ def mixing_layers(model: nn.Module) -> Iterator[tuple[str, str]]:
     Yields:
         The layer's path with its class, and the end of a sentence about it.
     """
-    method = _quantised_by(model)
-    if method not in (None, "bitsandbytes"):
-        yield f"the model ({type(model).__name__})", _SCALES.format(method)
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        method = getattr(method, "value", method)
+        if method != "bitsandbytes":
+            yield f"the model ({type(model).__name__})", _SCALES.format(method)
     for path, module in model.named_modules():
         name = f"'{path}' ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -47,15 +50,6 @@ _OUTLIERS = (
     "computes a column in 16 bit for all rows where one of them has an outlier (give"
     " BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or 4 bit)"
 )
-
-
-def _quantised_by(model: Any) -> str | None:
-    """Return the method by which transformers quantised a model; None for one that is not."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None:
-        return None
-    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-    return str(getattr(method, "value", method))
 
 
 def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:

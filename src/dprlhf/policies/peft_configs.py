@@ -42,10 +42,12 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
     changed = _changed(peft_config)
     others = sorted(set(changed) - _OF_LORA)
     if kind == "LORA" and not others:
-        layers = peft_config.layers_to_transform
+        layers, modules = peft_config.layers_to_transform, peft_config.target_modules
         return {
             "type": "ffa-lora" if freeze_a else "lora",
-            "target_modules": _modules(peft_config.target_modules),
+            "target_modules": sorted(modules)
+            if isinstance(modules, list | tuple | set)
+            else modules,
             "rank": peft_config.r,
             "layers": [layers] if isinstance(layers, int) else layers,
             "alpha": peft_config.lora_alpha,
@@ -67,10 +69,6 @@ def _changed(config: Any) -> dict[str, Any]:
         if (value := getattr(config, field.name)) != default:
             changed[field.name] = value
     return changed
-
-
-def _modules(modules: Any) -> Any:
-    return sorted(modules) if isinstance(modules, list | tuple | set) else modules
 
 
 def _plain(value: Any) -> Any:

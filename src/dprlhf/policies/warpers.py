@@ -21,12 +21,12 @@ A row's set depends on that row's logits alone, so it couples no users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dprlhf.policies.chosen_logprobs import row_parts
 from dprlhf.policies.protocol import Sampling
 
 
@@ -159,7 +159,7 @@ class _WarpedLogProbs(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         lowest, normalizers, found = logits.new_empty((3, len(logits), 1), dtype=wide)
         chosen = rows.chosen[:, None]
-        for part in _parts(logits):
+        for part in row_parts(logits, _ON_GPU):
             scores = _scores(logits, rows, sampling, temperature, part)
             lowest[part] = cutoff(scores, sampling)
             cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
@@ -177,7 +177,7 @@ class _WarpedLogProbs(torch.autograd.Function):
         rows, sampling, temperature = ctx.settings
         of_logits = torch.empty_like(logits)
         chosen, gradient = rows.chosen[:, None], gradient[:, None]
-        for part in _parts(logits):
+        for part in row_parts(logits, _ON_GPU):
             scores = _scores(logits, rows, sampling, temperature, part)
             cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
             share = (scores - normalizers[part]).exp_().masked_fill_(cut, 0.0)
@@ -202,9 +202,5 @@ def _scores(
     )
 
 
-def _parts(logits: torch.Tensor) -> Iterator[slice]:
-    """Cut the rows of ``[rows, vocabulary]`` into parts; sorting one takes several copies of it."""
-    most = 2**24 if logits.is_cuda else 2**21
-    size = max(1, most // logits.shape[1])
-    for start in range(0, len(logits), size):
-        yield slice(start, min(start + size, len(logits)))
+_ON_GPU = 2**24
+"""Logits of a part of the rows: sorting it takes several copies."""
