@@ -132,21 +132,12 @@ def check_reward(
             CheckedBatch.of(
                 reward, prompts, completions, columns, completion_ids, users, turns, at
             ),
-            _Limits(rtol, atol, most_rows),
+            rtol,
+            atol,
+            most_rows,
         )
         for at in (state, state.after(state.max_steps))[: 1 + named]
     ]
-    return _report(reward, found, bound)
-
-
-def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> ContractReport:
-    """Return the report of a reward that passed.
-
-    Args:
-        reward: The reward.
-        found: What the checks found with each ``trainer_state``; the scores are those of the first.
-        bound: Bound R, for the share of scores outside ±R.
-    """
     first = found[0]
     sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}
     values = [value for value in sums.values() if value is not None]
@@ -170,15 +161,6 @@ def _report(reward: LoadedReward, found: Sequence[_Found], bound: float) -> Cont
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """How far a score may move by rounding, and the largest call to try."""
-
-    rtol: float
-    atol: float
-    most_rows: int
-
-
-@dataclass(frozen=True)
 class _Found:
     """What the checks found with one ``trainer_state``; names are those of the report."""
 
@@ -189,22 +171,33 @@ class _Found:
     checked_rows: int
 
 
-def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
+def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _Found:
     """Make all checks of :func:`check_reward` on a batch."""
-    _check_columns(batch.reward, batch.rows)
+    lacking = lacking_columns(batch.reward, batch.rows)
+    if lacking:
+        raise DprlhfError(
+            f"reward {batch.reward.name!r} needs the column {lacking[0]!r}, which the prompts lack"
+            f" (their columns: {', '.join(sorted(batch.rows.columns)) or 'none'}): add it, or give"
+            " the parameter a default"
+        )
     everything = range(len(batch.units))
     scores = batch.scores(everything)
-    _check_applies(batch, scores)
+    if all(value is None for value in scores.values()):
+        raise NeverAppliesError(
+            f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
+            f"{len(batch.rows)} completions, so it never applies"
+        )
     start = time.perf_counter()
     again = batch.scores(everything)
     seconds = time.perf_counter() - start
 
     def moved(check: str, other: Mapping[int, Score], situation: str) -> float:
-        return _largest_move(batch.reward, scores, other, check, situation, limits)
+        return _largest_move(batch.reward, scores, other, check, situation, rtol, atol)
 
+    step = max(1, math.ceil(len(batch.units) / _ALONE))
     moves = [
         moved("repeat", again, "when called again with the same batch"),
-        *(moved("alone", one, "alone") for one in _each_alone(batch)),
+        *(moved("alone", batch.scores([unit]), "alone") for unit in everything[::step]),
         moved("order", batch.scores(everything[::-1]), "in reversed order"),
         *(
             moved("company", half, "in a batch with a copy of every completion")
@@ -214,12 +207,12 @@ def _checked(batch: CheckedBatch, limits: _Limits) -> _Found:
     ]
     checked_rows = 0
     if batch.reward.by_place:  # its calls have all rows, whatever their number
-        checked_rows = limits.most_rows
+        checked_rows = most_rows
     elif not batch.reward.per_user and not max(moves):
         checked_rows = _largest_size(
             batch.of_rows,
             len(batch.rows),
-            limits.most_rows,
+            most_rows,
             lambda some, size: moved("size", some, f"in a call of {size}"),
         )
     end = batch.scores(everything)
@@ -259,20 +252,6 @@ class NeverAppliesError(DprlhfError):
     """A reward answers None to all completions."""
 
 
-def _check_applies(batch: CheckedBatch, scores: Mapping[int, Score]) -> None:
-    if all(value is None for value in scores.values()):
-        raise NeverAppliesError(
-            f"reward {batch.reward.name!r} fails the check 'answer': it answers None for all "
-            f"{len(batch.rows)} completions, so it never applies"
-        )
-
-
-def _each_alone(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
-    step = max(1, math.ceil(len(batch.units) / _ALONE))
-    for unit in range(len(batch.units))[::step]:
-        yield batch.scores([unit])
-
-
 def _in_company(batch: CheckedBatch) -> Iterator[dict[int, Score]]:
     """Score the batch followed by a copy of itself; yield the scores of either half."""
     # Two copies need row numbers of their own, or the second would hide the first.
@@ -292,16 +271,26 @@ def _largest_move(
     other: Mapping[int, Score],
     check: str,
     situation: str,
-    limits: _Limits,
+    rtol: float,
+    atol: float,
 ) -> float:
     """Return the largest difference between two scores of a row; raise beyond the tolerance."""
     largest = 0.0
     for i, score in other.items():
-        if not _close(score, expected[i], limits.rtol, limits.atol):
+        if not _close(score, expected[i], rtol, atol):
+            remedy = (
+                "one user's score would depend on other users: score each completion by itself, or,"
+                " if it compares one user's completions only, declare it per-user (`per_user: true`"
+                " in the recipe or `dprlhf_per_user = True` on the callable)"
+            )
+            if check == "repeat" or reward.per_user:
+                remedy = (
+                    "a reward must not draw at random, nor keep anything from call to call that"
+                    " changes a score, as a running mean does: make it a function of its arguments"
+                )
             raise DprlhfError(
-                f"reward {reward.name!r} fails the check {check!r}: completion {i} scores "
-                f"{_shown(expected[i])} in the batch and {_shown(score)}"
-                f" {situation}; " + _remedy(check, reward.per_user)
+                f"reward {reward.name!r} fails the check {check!r}: completion {i} scores"
+                f" {_shown(expected[i])} in the batch and {_shown(score)} {situation}; {remedy}"
             )
         pairs = zip(score or (), expected[i] or (), strict=True)
         largest = max(largest, *(abs(one - other) for one, other in pairs), 0.0)
@@ -320,31 +309,8 @@ def lacking_columns(reward: LoadedReward, rows: RewardRows) -> list[str]:
     return sorted(needs - set(keywords_for(rows)))
 
 
-def _check_columns(reward: LoadedReward, rows: RewardRows) -> None:
-    lacking = lacking_columns(reward, rows)
-    if lacking:
-        raise DprlhfError(
-            f"reward {reward.name!r} needs the column {lacking[0]!r}, which the prompts lack "
-            f"(their columns: {', '.join(sorted(rows.columns)) or 'none'}): add it, or give the "
-            "parameter a default"
-        )
-
-
 def _close(score: Score, expected: Score, rtol: float, atol: float) -> bool:
     if score is None or expected is None:
         return score is expected
     pairs = zip(score, expected, strict=True)
     return all(abs(one - other) <= atol + rtol * abs(other) for one, other in pairs)
-
-
-def _remedy(check: str, per_user: bool) -> str:
-    if check == "repeat" or per_user:
-        return (
-            "a reward must not draw at random, nor keep anything from call to call that changes a "
-            "score, as a running mean does: make it a function of its arguments"
-        )
-    return (
-        "one user's score would depend on other users: score each completion by itself, or, if it "
-        "compares one user's completions only, declare it per-user (`per_user: true` in the recipe "
-        "or `dprlhf_per_user = True` on the callable)"
-    )

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -82,7 +82,12 @@ class ClassifierReward:
         # A mixture of experts couples the texts of a batch.
         self.dprlhf_per_user = any(mixing_layers(model))
         self._label = _label_index(model.config, source, label)
-        self._text = _known_text(text, source)
+        if text not in get_args(Text):
+            raise DprlhfError(
+                f"classifier {source!r}: it cannot read the text {text!r}; "
+                + suggestion(text, get_args(Text), "what it can read")
+            )
+        self._text = text
         self._batch_size = batch_size
         self._tokenizer.truncation_side = "right" if text == "completion" else "left"
         if self._tokenizer.pad_token_id is None:
@@ -194,16 +199,6 @@ class ClassifierReward:
         places = first_position(self.model) + torch.arange(width + 1).clamp(max=width - 1)
         placed = places.expand(self._batch_size, -1)
         return width + 1, {"position_ids": to_device(placed, self._device)}
-
-
-def _known_text(text: str, source: str) -> Text:
-    """Return what to read, which is one of :data:`Text`."""
-    if text not in get_args(Text):
-        raise DprlhfError(
-            f"classifier {source!r}: it cannot read the text {text!r}; "
-            + suggestion(text, get_args(Text), "what it can read")
-        )
-    return cast(Text, text)
 
 
 def _embeddings(model: Any) -> float:

@@ -177,7 +177,18 @@ class Scorer:
         counts = np.array(rows.turns if by_turn else [1] * len(rows), dtype=np.int64)
         with captured(self._sink):
             found = self._answered(rows, groups, private=private)
-            total, present, failed = _weighted_sums(found, counts, failures)
+            # The sums over turns; whether a reward gave a row a number; whether one failed on it.
+            total = np.zeros((len(rows), counts.max(initial=1)))
+            present, failed = np.zeros((2, len(rows)), dtype=bool)
+            for one in found:
+                for i, answer in enumerate(one.values):
+                    value = parse_turns(answer, int(counts[i]), by_turn=one.reward.by_turn)
+                    if isinstance(value, Failure):
+                        failures[value.kind] += 1
+                        failed[i] = True
+                    elif value is not None:
+                        total[i, : counts[i]] += one.reward.weight * np.array(value)
+                        present[i] = True
         returns = returns_to_go(total, counts)
         missing = ~present & ~failed
         overflow = ~np.isfinite(returns).all(1) & ~failed
@@ -228,7 +239,16 @@ class _Answers:
         """Call the reward for the rows of all users, of which each has a group."""
         alone = list(groups)
         if not self.reward.per_user and len(groups) > 1:
-            left = self._ask_together(groups)
+            # Several users' rows in a call, and then those that are left without an answer.
+            count = len(self._rows)
+            order = [i for group in groups for i in group] if self._private else list(range(count))
+            sizes = self._sizes(count)
+            left, start = set(order[sum(sizes) :]), 0
+            for size in sizes:
+                chosen = order[start : start + size]
+                start += size
+                if self._call(chosen) is not None:
+                    left.update(chosen)
             alone = [group for group in groups if not left.isdisjoint(group)]
         for group in alone:
             self._ask_alone(group)
@@ -253,19 +273,6 @@ class _Answers:
         if not self._private or (self.reward.by_place and self.reward.checked_rows):
             return [rows]
         return checked_sizes(rows, self.reward.checked_rows)
-
-    def _ask_together(self, groups: Sequence[Sequence[int]]) -> set[int]:
-        """Call the reward with several users' rows, and return the rows left without an answer."""
-        count = len(self._rows)
-        order = [i for group in groups for i in group] if self._private else list(range(count))
-        sizes = self._sizes(count)
-        left, start = set(order[sum(sizes) :]), 0
-        for size in sizes:
-            chosen = order[start : start + size]
-            start += size
-            if self._call(chosen) is not None:
-                left.update(chosen)
-        return left
 
     def _call(self, numbers: Sequence[int]) -> Failure | None:
         """Call the reward once with some rows; return a failure in place of answers."""
@@ -311,36 +318,6 @@ def checked_sizes(rows: int, most: int) -> list[int]:
         rows %= size
         size //= 2
     return sizes
-
-
-def _weighted_sums(
-    found: Sequence[_Answers], counts: NDArray[np.int64], failures: Counter[str]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Add up the rewards' answers with their weights, and count what is no answer.
-
-    Args:
-        found: The answers of each reward.
-        counts: Number of scores of each row, one for each turn, ``[rows]``.
-        failures: Counts of failures by their kind, to which those of these answers are added.
-
-    Returns:
-        The sums, ``[rows, turns]``; whether a reward gave a row a number, ``[rows]``; and whether a
-        reward failed on it, ``[rows]``.
-    """
-    total = np.zeros((len(counts), counts.max(initial=1)))
-    present = np.zeros(len(counts), dtype=bool)
-    failed = np.zeros(len(counts), dtype=bool)
-    for answered in found:
-        reward = answered.reward
-        for i, answer in enumerate(answered.values):
-            value = parse_turns(answer, int(counts[i]), by_turn=reward.by_turn)
-            if isinstance(value, Failure):
-                failures[value.kind] += 1
-                failed[i] = True
-            elif value is not None:
-                total[i, : counts[i]] += reward.weight * np.array(value)
-                present[i] = True
-    return total, present, failed
 
 
 def _attempt(

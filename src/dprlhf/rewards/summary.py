@@ -41,42 +41,30 @@ class RewardSummary:
     @property
     def warnings(self) -> list[str]:
         """Warnings that the reward is slow, unchecked, or gives no signal although ε is spent."""
-        return self._slow + self._idle + self._unchecked
-
-    @property
-    def _unchecked(self) -> list[str]:
-        return [
-            f"reward {name!r} {why}, so it could not be checked. It is called for one user at a"
-            " time; that it keeps nothing of one user for the next is your promise. Public rows"
-            " that it scores (evaluation) let it be checked"
-            for name, why in self.unchecked.items()
-        ]
-
-    @property
-    def _slow(self) -> list[str]:
-        return [
+        found = [
             f"rounding moves the scores of reward {name!r} by up to {moved:.2g} with their batch,"
             " so it is called for one user at a time; with inputs of a fixed shape it could be"
             " called for all at once"
             for name, moved in self.rounded.items()
         ]
-
-    @property
-    def _idle(self) -> list[str]:
-        if self.unchecked:  # the sum of the others says little
-            return []
-        if self.clipped >= _MOSTLY:
-            return [
+        # Without the rewards that could not be checked, the sum of the others says little.
+        if not self.unchecked and self.clipped >= _MOSTLY:
+            found.append(
                 f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
                 f" {self.responses} public responses: clipped, it teaches little, and the run"
                 " spends its epsilon all the same; raise reward_range or lower the weights"
-            ]
-        if self.std <= 1e-6 * self.bound:
-            return [
+            )
+        elif not self.unchecked and self.std <= 1e-6 * self.bound:
+            found.append(
                 f"the reward is {self.mean:.4g} on all {self.responses} public responses: a reward"
                 " that never differs cannot teach, and the run spends its epsilon all the same"
-            ]
-        return []
+            )
+        return found + [
+            f"reward {name!r} {why}, so it could not be checked. It is called for one user at a"
+            " time; that it keeps nothing of one user for the next is your promise. Public rows"
+            " that it scores (evaluation) let it be checked"
+            for name, why in self.unchecked.items()
+        ]
 
 
 def summarize_rewards(
