@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
-from dprlhf.papers.control.policies import Array
 from dprlhf.papers.control.run_rows import MeasuredRow
 from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
 from dprlhf.runs.measurements import Result, write_results
@@ -58,7 +57,20 @@ def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
             if math.isfinite(spent):
                 about = f"ε at δ = {row.runs[0]['delta']:g}, {row.runs[0]['adjacency']}"
                 results.append(Result(f"{name}/epsilon", spent, about, command=command))
-    results += _regret_ratios(found, command)
+    for row in found:
+        if row.row.kind != "regret" or not row.runs:
+            continue
+        best = best_ucbvi(found, row.row.group, float(row.row.settings["privacy.epsilon"]))
+        if best is None:
+            continue
+        ratio = float(row.values.mean() / best.values.mean())
+        results.append(
+            Result(
+                f"control/{row.row.name}/over best UCB-VI", ratio, "1",
+                f"half of UCB-VI's regret or less ({best.row.name}: the best of its settings)",
+                ratio <= 0.5, command=command,
+            )
+        )  # fmt: skip
     for update, epsilon, slope, last, users in slopes(found):
         bound = SLOPE.get(update)
         start = f"control/bandit/{update}/epsilon={epsilon:g}"
@@ -88,26 +100,6 @@ def best_ucbvi(found: Sequence[MeasuredRow], group: str, epsilon: float) -> Meas
     return min(rows, key=lambda row: float(row.values.mean()), default=None)
 
 
-def _regret_ratios(found: Sequence[MeasuredRow], command: str) -> list[Result]:
-    results = []
-    for row in found:
-        if row.row.kind != "regret" or not row.runs:
-            continue
-        epsilon = float(row.row.settings["privacy.epsilon"])
-        best = best_ucbvi(found, row.row.group, epsilon)
-        if best is None:
-            continue
-        ratio = float(row.values.mean() / best.values.mean())
-        results.append(
-            Result(
-                f"control/{row.row.name}/over best UCB-VI", ratio, "1",
-                f"half of UCB-VI's regret or less ({best.row.name}: the best of its settings)",
-                ratio <= 0.5, command=command,
-            )
-        )  # fmt: skip
-    return results
-
-
 def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float, float]]:
     """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N, it).
 
@@ -116,27 +108,21 @@ def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float,
     out = []
     for update in BANDIT_UPDATES:
         for epsilon in BANDIT_EPSILONS:
-            users, means = _bandit_line(found, update, epsilon)
-            if not len(users):
+            users, means = [], []
+            for row in found:
+                settings, values = row.row.settings, row.values
+                if row.row.group != "bandit" or settings["update"] != update:
+                    continue
+                if settings["epsilon"] == epsilon and len(values) and np.isfinite(values).all():
+                    users.append(float(settings["users"]))
+                    means.append(float(values.mean()))
+            if not users:
                 continue
             fitted = math.nan
             if len(users) >= 3:
                 fitted = float(np.polyfit(np.log(users), np.log(means), 1)[0])
-            out.append((update, epsilon, fitted, float(means[-1]), float(users[-1])))
+            out.append((update, epsilon, fitted, means[-1], users[-1]))
     return out
-
-
-def _bandit_line(found: Sequence[MeasuredRow], update: str, epsilon: float) -> tuple[Array, Array]:
-    users, means = [], []
-    for row in found:
-        settings = row.row.settings
-        if row.row.group != "bandit" or settings["update"] != update:
-            continue
-        values = row.values
-        if settings["epsilon"] == epsilon and len(values) and np.isfinite(values).all():
-            users.append(float(settings["users"]))
-            means.append(float(values.mean()))
-    return np.array(users), np.array(means)
 
 
 def markdown(found: dict[str, list[MeasuredRow]], seeds: int) -> str:

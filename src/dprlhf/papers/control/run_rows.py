@@ -18,7 +18,7 @@ import torch
 from dprlhf.papers.control import bandits
 from dprlhf.papers.control.environments import Riverswim, make_environment
 from dprlhf.papers.control.policies import softmax
-from dprlhf.papers.control.settings import PGPE, ControlRecipe, load
+from dprlhf.papers.control.settings import PGPE, load
 from dprlhf.papers.control.tables import TABLES, TableRow
 from dprlhf.papers.control.train import ControlOutcome, train
 from dprlhf.papers.control.ucbvi import Counting, ucbvi
@@ -97,7 +97,21 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> An
     row = TableRow(**settings)
     given = row.settings
     if row.kind == "ucbvi":
-        return _ucbvi(row, seed, seeds)
+        counting = Counting(given["epsilon"], mechanism=given["mechanism"])
+        regrets = ucbvi(
+            Riverswim(given["p"]), given["episodes"], counting, bonus=given["bonus"], seed=seed,
+            runs=seeds, every=10,
+        ).cumsum(1)  # fmt: skip
+        return [
+            {
+                "value": float(line[-1]),
+                "epsilon": given["epsilon"],
+                "delta": 0.0 if given["mechanism"] == "laplace" else counting.delta,
+                "adjacency": "zero-out",
+                "partition": "stream",
+            }
+            for line in regrets
+        ]
     if row.kind == "bandit":
         value = bandits.run(given["update"], given["d"], given["users"], given["epsilon"], seed)
         return {"value": value, "epsilon": json_ready(given["epsilon"])}
@@ -106,7 +120,26 @@ def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> An
     # Reproducible, and no secret, for the users of a simulated run are nobody.
     key = hashlib.sha256(f"{row.name} {seed}".encode()).digest()
     if row.kind == "regret":
-        return _regret(recipe, key, seed)
+        environment = make_environment(recipe.environment)
+        assert isinstance(environment, Riverswim)
+        rng = np.random.default_rng((seed, 4))
+        update = recipe.update
+        losses: list[float] = []
+
+        def watch(t: int, theta: Any) -> None:
+            # What a user loses in expectation, over fresh draws of its perturbation.
+            acting = theta[None]
+            if isinstance(update, PGPE):
+                draws = [update.draw(rng, len(theta)) for _ in range(4)]
+                acting = np.concatenate([theta + sign * d for d in draws for sign in (-1, 1)])
+            chances = [softmax(row.reshape(2, -1).T) for row in acting]
+            shape = (environment.states, 2)
+            values = [environment.value(np.broadcast_to(chance, shape)) for chance in chances]
+            losses.append(environment.best - float(np.mean(values)))
+
+        outcome = train(recipe, key=key, seed=seed, watch=watch)
+        regret = sum(losses) * outcome.plan.expected_batch_size
+        return _result(outcome, float(regret))
     outcome = train(recipe, key=key, seed=seed)
     return _result(outcome, float(outcome.returns.mean()))
 
@@ -122,45 +155,3 @@ def _result(outcome: ControlOutcome, value: float) -> dict[str, Any]:
         "noise_multiplier": plan.noise_multiplier,
         "dimension": len(outcome.theta),
     }
-
-
-def _regret(recipe: ControlRecipe, key: bytes, seed: int) -> dict[str, Any]:
-    environment = make_environment(recipe.environment)
-    assert isinstance(environment, Riverswim)
-    rng = np.random.default_rng((seed, 4))
-    update = recipe.update
-    losses: list[float] = []
-
-    def watch(t: int, theta: Any) -> None:
-        # What a user loses in expectation, over fresh draws of its perturbation.
-        acting = theta[None]
-        if isinstance(update, PGPE):
-            draws = [update.draw(rng, len(theta)) for _ in range(4)]
-            acting = np.concatenate([theta + sign * d for d in draws for sign in (-1, 1)])
-        chances = [softmax(row.reshape(2, -1).T) for row in acting]
-        shape = (environment.states, 2)
-        values = [environment.value(np.broadcast_to(chance, shape)) for chance in chances]
-        losses.append(environment.best - float(np.mean(values)))
-
-    outcome = train(recipe, key=key, seed=seed, watch=watch)
-    regret = sum(losses) * outcome.plan.expected_batch_size
-    return _result(outcome, float(regret))
-
-
-def _ucbvi(row: TableRow, seed: int, seeds: int) -> list[dict[str, Any]]:
-    given = row.settings
-    counting = Counting(given["epsilon"], mechanism=given["mechanism"])
-    regret = ucbvi(
-        Riverswim(given["p"]), given["episodes"], counting, bonus=given["bonus"], seed=seed,
-        runs=seeds, every=10,
-    ).cumsum(1)  # fmt: skip
-    return [
-        {
-            "value": float(line[-1]),
-            "epsilon": given["epsilon"],
-            "delta": 0.0 if given["mechanism"] == "laplace" else counting.delta,
-            "adjacency": "zero-out",
-            "partition": "stream",
-        }
-        for line in regret
-    ]

@@ -71,14 +71,9 @@ class TableRow:
 def _train(
     recipe: str, name: str, paper: str, goal: float | None, note: str, **changes: Any
 ) -> TableRow:
-    return TableRow(
-        name, "train", {"recipe": f"{recipe}.yaml", **_dotted(changes)}, paper, goal, note,
-        name.split("/")[0],
-    )  # fmt: skip
-
-
-def _dotted(changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.replace("__", "."): value for key, value in changes.items()}
+    settings = {key.replace("__", "."): value for key, value in changes.items()}
+    settings["recipe"] = f"{recipe}.yaml"
+    return TableRow(name, "train", settings, paper, goal, note, name.split("/")[0])
 
 
 HZ_CLAIMED = {
@@ -145,10 +140,6 @@ def hz() -> list[TableRow]:
 
 def rio() -> list[TableRow]:
     """Rio et al., table 1 and figures 2 and 6: control, dosing and MuJoCo."""
-    return [*_rio_control(), *_rio_dosing(), *_rio_mujoco()]
-
-
-def _rio_control() -> list[TableRow]:
     rows = []
     # What the paper's z really costs: one Gaussian, zero-out, δ = 1e-5.
     spent = {z: round(gaussian_epsilon(z, 1e-5), 4) for z in (1.0, 3.0)}
@@ -189,15 +180,11 @@ def _rio_control() -> list[TableRow]:
         for task in ("cartpole", "acrobot")
         for epsilon in (0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, math.inf)
     ]  # fmt: skip
-    return rows
-
-
-def _rio_dosing() -> list[TableRow]:
     dosing = {
         0: (109.9, "109.9 ± 4.8 (z = 0.1, ε = 91.8)"),
         1: (20.7, "20.7 ± 53.4 (z = 0.1, ε = 91.8)"),
     }
-    return [
+    rows += [
         _train(
             f"dosing{number}",
             f"dosing-{number}/pgpe/epsilon={epsilon:g}",
@@ -209,10 +196,6 @@ def _rio_dosing() -> list[TableRow]:
         for number, (goal, paper) in dosing.items()
         for epsilon in (1.0, 8.0, math.inf)
     ]
-
-
-def _rio_mujoco() -> list[TableRow]:
-    rows = []
     mujoco = {
         "halfcheetah": (1548.9, "1548.9 ± 399.1 (z = 0.05, ε = 284)", "a clock"),
         "hopper": (645.0, "645.0 ± 176.4 (z = 0.05, ε = 284)", "its trunk"),

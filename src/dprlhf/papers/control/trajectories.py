@@ -141,41 +141,28 @@ def _chunk(
         terminated=np.zeros(CHUNK, dtype=bool),
         choice=choice,
     )
-    _act(env, policy, own, uniforms, taken)
-    return _without_failures(taken, env.reward_range)
-
-
-def _act(
-    env: Environment, policy: TrajectoryPolicy, own: Array, uniforms: Array, into: Trajectories
-) -> None:
-    """Simulate a chunk step by step, and write it into the arrays of ``into``."""
-    users, horizon = into.users, env.horizon
     # Instances of their own need no fillers; the policy's inputs are filled up all the same.
     rows = users if isinstance(env, Gymnasium) else CHUNK
     state = env.reset(uniforms[:rows, : env.reset_draws])
     draws = uniforms[:, env.reset_draws :].reshape(CHUNK, horizon, -1)
     alive = np.arange(CHUNK) < users
     for t in range(horizon):
-        now = into.observations[:, t]
+        now = taken.observations[:, t]
         now[:rows] = env.observe(state)
         action = policy.act(own, now, draws[:, t, : policy.draws])
-        into.actions[:, t] = action
+        taken.actions[:, t] = action
         state, reward, ended = env.step(state, action[:rows], draws[:rows, t, policy.draws :])
-        into.rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
-        into.steps[:] += alive
-        into.terminated[:rows] |= alive[:rows] & ended
-        alive &= ~into.terminated
+        taken.rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
+        taken.steps[:] += alive
+        taken.terminated[:rows] |= alive[:rows] & ended
+        alive &= ~taken.terminated
         if isinstance(env, Gymnasium):
             alive[:rows] &= ~env.over(state)
         if not alive.any():
             break
     if isinstance(env, Gymnasium):
         env.release(state)
-
-
-def _without_failures(taken: Trajectories, limit: float) -> Trajectories:
-    """Clip rewards to [−limit, limit], and empty the trajectories whose environment failed."""
-    rewards, seen = taken.rewards, taken.observations
+    # Clip rewards to ±R, and empty the trajectories whose environment failed.
     finite = np.isfinite(rewards.sum(1) + seen.sum((1, 2)))  # inf − inf is not finite either
     broken: NDArray[np.bool_] = np.logical_not(finite)
     keep = taken.mask & ~broken[:, None]
@@ -184,7 +171,9 @@ def _without_failures(taken: Trajectories, limit: float) -> Trajectories:
         users=taken.users,
         observations=np.where(keep[..., None], seen, 0.0),
         actions=np.where(of_entries, taken.actions, 0.0),
-        rewards=np.where(keep, np.clip(np.where(keep, rewards, 0.0), -limit, limit), 0.0),
+        rewards=np.where(
+            keep, np.clip(np.where(keep, rewards, 0.0), -env.reward_range, env.reward_range), 0.0
+        ),
         steps=np.where(broken, 0, taken.steps),
         terminated=taken.terminated & ~broken,
         choice=np.where(broken[:, None], 0.0, taken.choice),
