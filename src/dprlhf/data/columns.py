@@ -95,7 +95,9 @@ def bytes_of(column: pa.Array) -> NDArray[np.int64]:
         lists = opened.fill_null(0).to_numpy(zero_copy_only=False)
         sizes += lists * (MOST_BYTES // ENTRIES)
         for row in np.flatnonzero((lists > DEPTH) & (sizes <= MOST_BYTES)):
-            if _json_depth(texts[row].as_py()) > DEPTH:
+            marks = re.findall(r"[][{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", texts[row].as_py()))
+            depths = itertools.accumulate(1 if mark in "[{" else -1 for mark in marks)
+            if max(depths, default=0) > DEPTH:
                 sizes[row] = MOST_BYTES + 1
         return sizes
     if isinstance(kind, pa.BaseExtensionType):
@@ -119,12 +121,6 @@ def bytes_of(column: pa.Array) -> NDArray[np.int64]:
         lengths = pc.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
         sizes += lengths if is_text(kind) else lengths // 32
     return sizes
-
-
-def _json_depth(text: str) -> int:
-    """Return how many lists and mappings of a JSON text are in one another at most."""
-    marks = re.findall(r"[][{}]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text))
-    return max(itertools.accumulate(1 if mark in "[{" else -1 for mark in marks), default=0)
 
 
 def check_readable(rows: Any, column: str, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -149,8 +150,15 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
-    changes: dict[str, Any] = {} if weight is None else {"weight": _finite(weight)}
+def _given(one: Any, weight: Any, tokenizer: Any) -> GivenReward:
+    changes: dict[str, Any] = {}
+    if weight is not None:
+        number = math.nan
+        with contextlib.suppress(TypeError, ValueError):
+            number = number if isinstance(weight, str) else float(weight)
+        if not math.isfinite(number):
+            raise DprlhfError(f"reward_weights: a weight must be a finite number, not {weight!r}")
+        changes["weight"] = number
     if isinstance(one, str):
         one = named_reward(one)
     if isinstance(one, Reward):
@@ -168,16 +176,6 @@ def _given(one: Any, weight: float | None, tokenizer: Any) -> GivenReward:
         raise DprlhfError(f"reward: a {type(one).__name__} is no reward: {_FORMS}")
     changes["by_turn"] = declares(one, BY_TURN)
     return GivenReward(Reward(function=IN_MEMORY, **changes), one)
-
-
-def _finite(weight: Any) -> float:
-    try:
-        number = math.nan if isinstance(weight, str) else float(weight)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DprlhfError(f"reward_weights: a weight must be a finite number, not {weight!r}")
-    return number
 
 
 def _check_count(name: str, values: Sequence[Any], rewards: Sequence[Any]) -> None:

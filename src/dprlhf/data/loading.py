@@ -97,7 +97,18 @@ def _read(path: str, spec: recipe.Data) -> Any:
 
     place = Path(path)
     if place.is_dir():
-        return _load_folder(place, spec)
+        if (place / "dataset_info.json").is_file() or (place / "dataset_dict.json").is_file():
+            _refuse_part(spec)
+            loaded = datasets.load_from_disk(str(place))
+            rows = loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return without_format(rows)
+        for file in sorted(place.glob(f"{spec.split}.*")):
+            if file.suffix in FORMATS:
+                return _read_file(file, spec)
+        builder = datasets.load_dataset_builder(str(place), spec.name, cache_dir=own_cache())
+        if builder.name in _WITHOUT_TYPES:
+            return _read_whole(builder, spec)
+        return datasets.load_dataset(str(place), spec.name, split=spec.split, cache_dir=own_cache())
     if place.suffix in FORMATS:
         if not place.is_file():
             raise missing_path(f"data {spec.path!r}: there is no such file", spec.path)
@@ -156,29 +167,23 @@ def _read_whole(builder: Any, spec: recipe.Data) -> Any:
         elif builder.name == "text":
             splits[str(split)] = read_lines(local, _texts(spec))
         else:
-            splits[str(split)] = read_csv(local, _texts(spec), **_csv_options(builder, spec))
+            options = builder.config.pd_read_csv_kwargs
+            usual = type(builder.config)().pd_read_csv_kwargs
+            other = sorted(
+                k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS
+            )
+            if other:
+                raise DprlhfError(
+                    f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is"
+                    " not known here: give Parquet"
+                )
+            own = {ours: options[k] for k, ours in _CSV_OPTIONS.items() if k in options}
+            splits[str(split)] = read_csv(local, _texts(spec), **own)
     chosen = datasets.ReadInstruction.from_spec(spec.split).to_absolute(
         {split: len(rows) for split, rows in splits.items()}
     )
     parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
     return datasets.concatenate_datasets(parts)
-
-
-def _csv_options(builder: Any, spec: recipe.Data) -> dict[str, str]:
-    """Return the characters between and around the fields of the CSV files of a data set.
-
-    Raises:
-        DprlhfError: The data set asks for its files to be read in yet another way.
-    """
-    options = builder.config.pd_read_csv_kwargs
-    usual = type(builder.config)().pd_read_csv_kwargs
-    other = sorted(k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS)
-    if other:
-        raise DprlhfError(
-            f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is not"
-            " known here: give Parquet"
-        )
-    return {ours: options[theirs] for theirs, ours in _CSV_OPTIONS.items() if theirs in options}
 
 
 _CSV_OPTIONS = {"sep": "delimiter", "quotechar": "quotechar"}
@@ -203,23 +208,6 @@ def _refuse_part(spec: recipe.Data) -> None:
             f"data {spec.path!r}: the split {spec.split!r} selects rows of a dataset on the hub;"
             " of rows of one's own, skip and limit select some"
         )
-
-
-def _load_folder(folder: Path, spec: recipe.Data) -> Any:
-    import datasets
-
-    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
-        _refuse_part(spec)
-        loaded = datasets.load_from_disk(str(folder))
-        rows = loaded[spec.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return without_format(rows)
-    for file in sorted(folder.glob(f"{spec.split}.*")):
-        if file.suffix in FORMATS:
-            return _read_file(file, spec)
-    builder = datasets.load_dataset_builder(str(folder), spec.name, cache_dir=own_cache())
-    if builder.name in _WITHOUT_TYPES:
-        return _read_whole(builder, spec)
-    return datasets.load_dataset(str(folder), spec.name, split=spec.split, cache_dir=own_cache())
 
 
 def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:

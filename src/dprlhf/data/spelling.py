@@ -113,17 +113,10 @@ def written(value: Any) -> str:
     >>> [written(name) for name in (17.0, "017", "0", "-0.0", "1.70", "A07", "\\uff11\\u200b")]
     ['17', '17', '0', '0', '1.70', 'A07', '1']
     """
-    text = re.sub(_UNSEEN, "", _as_text(value))
-    return _without_zeros(unicodedata.normalize("NFKC", text).strip(), _WHOLE)
-
-
-def _as_text(value: Any) -> str:
     value = int(value) if isinstance(value, float) and value.is_integer() else value
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _without_zeros(text: str, number: str) -> str:
-    whole = re.fullmatch(number, text)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = unicodedata.normalize("NFKC", re.sub(_UNSEEN, "", text)).strip()
+    whole = re.fullmatch(_WHOLE, text)
     return text if whole is None else f"{whole[1]}{whole[2]}".replace("-0", "0")
 
 

@@ -300,12 +300,8 @@ class Users:
         Rows without a prompt, whose users contribute nothing, are nobody in particular: they have
         no hash, or all of them would be one person's. They count in N all the same.
         """
-        return Private(self._hashes())
-
-    def _hashes(self) -> NDArray[np.uint64]:
-        """Return a hash of each different name, sorted."""
         hashes = [hash_of([known_as(value) for value in given]) for given in self._names()]
-        return np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *hashes]))
+        return Private(np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *hashes])))
 
     def hashed(self, by: Callable[[Iterable[str]], set[bytes]]) -> Private[set[bytes]]:
         """Return the keyed hash of each user's name (without a user column: of its prompt).
@@ -459,7 +455,15 @@ class Users:
                 raise
             except BaseException as problem:  # a panic in compiled code is no Exception
                 if len(some) == 1:
-                    self._tell(self._places(owners[some], slots[some])[0], problem)
+                    place = self._places(owners[some], slots[some])[0]
+                    if place not in self._told:
+                        self._told.add(place)
+                        clear = isinstance(problem, DprlhfError)
+                        why = str(problem) if clear else type(problem).__name__
+                        self.tell(
+                            f"row {self._spec.skip + place + 1} is left out: it cannot be read"
+                            f" ({why})"
+                        )
                 return None
             return prompts
 
@@ -470,13 +474,6 @@ class Users:
             prompts = self._read(owners[some], slots[some], missing=False)
         most = self._spec.prompts_in_round
         return prompts.changed(slots=slots[some], round_users=users, prompts_a_user=most)
-
-    def _tell(self, place: int, problem: BaseException) -> None:
-        if place not in self._told:
-            self._told.add(place)
-            clear = isinstance(problem, DprlhfError)
-            why = str(problem) if clear else type(problem).__name__
-            self.tell(f"row {self._spec.skip + place + 1} is left out: it cannot be read ({why})")
 
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.
@@ -558,27 +555,7 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
     names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
     if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
         names = names.cast(names.type.value_type)
-    _check_names(names, f"data {spec.path!r}: user_column {spec.user_column!r}")
-    if not any(is_kind(names.type) for is_kind in NUMBERS):
-        # A name that is composed in two ways, or has a space at its end, is one person's, as for
-        # the budget book (written): two users would bring twice what the book charges.
-        names = names_as_written(names)
-    if pa.types.is_floating(names.type):  # 0.0 and -0.0 are one number, and one name in the book
-        names = pc.add(names.cast(pa.float64()), 0.0)
-    codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
-    return np.concatenate(codes).astype(np.int64)
-
-
-def _check_names(names: pa.ChunkedArray, where: str) -> None:
-    """Refuse a user column that lacks a name in a row, or whose values cannot be names.
-
-    Args:
-        names: The column.
-        where: The beginning of the message.
-
-    Raises:
-        DprlhfError: A row has no user, or the values are neither texts nor numbers, or both.
-    """
+    where = f"data {spec.path!r}: user_column {spec.user_column!r}"
     if is_json(names.type):
         raise DprlhfError(
             f"{where} mixes types, as texts and numbers are: write all its values as text"
@@ -592,6 +569,14 @@ def _check_names(names: pa.ChunkedArray, where: str) -> None:
             f"{where} must hold a text or a number in every row ({listed(missing, 'row')} have"
             " none): rows without a user are nobody's privacy unit; fill or drop them"
         )
+    if not any(is_kind(names.type) for is_kind in NUMBERS):
+        # A name that is composed in two ways, or has a space at its end, is one person's, as for
+        # the budget book (written): two users would bring twice what the book charges.
+        names = names_as_written(names)
+    if pa.types.is_floating(names.type):  # 0.0 and -0.0 are one number, and one name in the book
+        names = pc.add(names.cast(pa.float64()), 0.0)
+    codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
+    return np.concatenate(codes).astype(np.int64)
 
 
 def in_grid(group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
