@@ -106,7 +106,26 @@ def recipe_from(
         DprlhfError: A key or value is wrong.
     """
     for override in overrides:
-        _override(settings, override)
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise DprlhfError(f"override '{override}': write section.key=value")
+        *parents, last = key.split(".")
+        node: Any = settings
+        for parent in parents:
+            child = (
+                _item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
+            )
+            if child is None:
+                child = node[int(parent) if isinstance(node, list) else parent] = {}
+            if not isinstance(child, dict | list):
+                raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
+            node = child
+        value = _parse(text, override)
+        if isinstance(node, list):
+            _item(node, last, key)
+            node[int(last)] = value
+        else:
+            node[last] = value
     if stage is not None and "stage" not in settings and "rewards" in settings:
         raise DprlhfError(
             f"{source}: a recipe of private updates: run it with dprlhf train {source}"
@@ -138,27 +157,6 @@ def _make(kind: type[R], settings: Mapping[str, Any], source: str) -> R:
 def dump_recipe(recipe: AnyRecipe) -> str:
     """Return the recipe as YAML, every default written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-
-
-def _override(settings: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise DprlhfError(f"override '{override}': write section.key=value")
-    *parents, last = key.split(".")
-    node: Any = settings
-    for parent in parents:
-        child = _item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
-        if child is None:
-            child = node[int(parent) if isinstance(node, list) else parent] = {}
-        if not isinstance(child, dict | list):
-            raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
-        node = child
-    value = _parse(text, override)
-    if isinstance(node, list):
-        _item(node, last, key)
-        node[int(last)] = value
-    else:
-        node[last] = value
 
 
 def _item(node: list[Any], index: str, key: str) -> Any:

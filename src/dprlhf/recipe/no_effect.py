@@ -35,12 +35,8 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     if whole and changed(data, "max_prompt_tokens"):
         yield "data.max_prompt_tokens", "without data.completion_column: all is learnt"
     if isinstance(recipe, Recipe):
-        yield from _of_rounds(recipe)
-
-
-def _of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    oracle = recipe.update.least_squares
-    if oracle is not None:
-        for name in ("steps", "step_size") if oracle.closed_form else ("damping",):
-            if changed(oracle, name):
-                yield f"update.oracle.{name}", f"with update.oracle.name {oracle.name}"
+        oracle = recipe.update.least_squares
+        if oracle is not None:
+            for name in ("steps", "step_size") if oracle.closed_form else ("damping",):
+                if changed(oracle, name):
+                    yield f"update.oracle.{name}", f"with update.oracle.name {oracle.name}"

@@ -75,17 +75,13 @@ class Privacy(Settings):
             raise ValueError(f"noise_multiplier must be at least 0, not {self.noise_multiplier}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, not {self.delta}")
-        if self.book is not None and _has_password(self.book):
+        url = urllib.parse.urlsplit(self.book if self.book and "://" in self.book else "")
+        if url.password is not None or "password" in url.query:
             raise ValueError(
                 "book: a recipe is public, so the book's URL must have no password here: set"
                 " DPRLHF_BOOK or PGPASSWORD, or use ~/.pgpass"
             )
         return self
-
-
-def _has_password(url: str) -> bool:
-    parts = urllib.parse.urlsplit(url) if "://" in url else None
-    return parts is not None and (parts.password is not None or "password" in parts.query)
 
 
 class Previous(Settings):

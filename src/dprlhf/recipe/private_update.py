@@ -22,37 +22,30 @@ class Sections(Protocol):
     @property
     def rollout(self) -> Rollout:
         """How responses are sampled."""
-        ...
 
     @property
     def kl(self) -> KL:
         """The KL penalty."""
-        ...
 
     @property
     def rewards(self) -> list[Reward]:
         """The rewards."""
-        ...
 
     @property
     def optimizer(self) -> Optimizer:
         """The server-side optimizer."""
-        ...
 
     @property
     def privacy(self) -> Privacy:
         """The privacy guarantee."""
-        ...
 
     @property
     def evaluation(self) -> Evaluation | None:
         """The public prompts; None without evaluation."""
-        ...
 
     @property
     def rounds(self) -> int:
         """The number of rounds T."""
-        ...
 
 
 class PrivateUpdate(Settings):

@@ -53,21 +53,14 @@ def same_rows(a: Data, b: Data | PublicData) -> bool:
     # A file, and a folder with one saved dataset, are read whatever name and split are asked for.
     if place.is_file() or (place / "dataset_info.json").is_file():
         return True
-    return a.name == b.name and _splits_meet(a.split, b.split)
+    # Two different slices of one split are taken to have no row in common.
+    return a.name == b.name and any(
+        one.partition("[")[0] == other.partition("[")[0]
+        and (one == other or "[" not in one or "[" not in other)
+        for one in a.split.split("+")
+        for other in b.split.split("+")
+    )
 
 
 def _place(path: str) -> str:
     return os.path.realpath(path) if os.path.exists(path) else path
-
-
-def _splits_meet(a: str, b: str) -> bool:
-    """Return whether ``train`` and ``train[:90%]+test`` and the like have a split in common.
-
-    Two different slices of one split are taken to have no row in common.
-    """
-    for one in a.split("+"):
-        for other in b.split("+"):
-            same = one.partition("[")[0] == other.partition("[")[0]
-            if same and (one == other or "[" not in one or "[" not in other):
-                return True
-    return False

@@ -34,11 +34,6 @@ class Supervised(Settings):
     batch_size: PositiveInt = 32
 
     @property
-    def radius(self) -> float:
-        """Clip norm S."""
-        return self.clip_norm
-
-    @property
     def releases(self) -> int:
         """Number of noised sums that a round releases."""
         return 1

@@ -203,7 +203,12 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
             continue
         name, equals, value = argument[2:].partition("=")
         flag, name = f"--{name}", name.replace("-", "_")
-        _check_flag(flag, name)
+        if name in INSTEAD:
+            raise DprlhfError(f"flag '{flag}': {INSTEAD[name]}")
+        if name not in KEYS and name not in COMBINED:
+            near = nearest(name, [*KEYS, *COMBINED])
+            hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
+            raise DprlhfError(f"unknown flag '{flag}'{hint}")
         if not equals:
             value = next(left, "")
             if not value or value.startswith("--"):
@@ -219,15 +224,6 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
 
 def _texts(given: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings_of(given).items()]
-
-
-def _check_flag(flag: str, name: str) -> None:
-    if name in INSTEAD:
-        raise DprlhfError(f"flag '{flag}': {INSTEAD[name]}")
-    if name not in KEYS and name not in COMBINED:
-        near = nearest(name, [*KEYS, *COMBINED])
-        hint = f"; did you mean '--{near}'?" if near else "; write section.key=value"
-        raise DprlhfError(f"unknown flag '{flag}'{hint}")
 
 
 def _parsed(text: str) -> Any:

@@ -6,10 +6,8 @@ What only one update refuses stands in its settings class (``check``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
 
 from dprlhf.recipe.private_update import PrivateUpdate, Sections
-from dprlhf.recipe.subspace import Subspace
 from dprlhf.recipe.updates import UPDATE_SETTINGS
 
 
@@ -24,9 +22,37 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
         ValueError: Names the setting and what would work.
     """
     if update.least_squares is not None:
-        _check_least_squares(update, recipe)
+        if update.clip_norm == float("inf"):
+            raise ValueError(
+                "update.clip_norm bounds the features of the regression: give a finite one, also"
+                " with privacy.epsilon .inf"
+            )
+        if recipe.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
+                f" update.name {update.name} steps along a regression's solution: write sgd"
+            )
     if update.subspace is not None:
-        _check_subspace(update, update.subspace, recipe)
+        if update.subspace.data is None and recipe.evaluation is None:
+            raise ValueError(
+                "update.subspace needs public prompts: give update.subspace.data, or evaluation"
+                " with more rows than evaluation.prompts"
+            )
+        if update.least_squares is not None:
+            raise ValueError(
+                f"update.subspace: update.name {update.name} releases the answers of a regression,"
+                " not gradients: leave subspace out, or take pg, grpo or ppo"
+            )
+        if recipe.optimizer.name == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
+                " which it is not with update.subspace: write adam or sgd"
+            )
+        if recipe.privacy.bands > 1 and update.subspace.refresh < recipe.rounds:
+            raise ValueError(
+                "privacy.bands: noise of earlier rounds is taken back along the directions of"
+                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
+            )
     if recipe.rollout.mask_truncated and not update.leaves_rows_out:
         raise ValueError(
             "rollout.mask_truncated works with update.name"
@@ -34,71 +60,29 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             " together: leave it out"
         )
     if recipe.rollout.truncates and update.moves_within_round:
-        _refuse_truncation(update, recipe.rollout.truncates[0])
+        key = recipe.rollout.truncates[0]
+        instead = {
+            "ppo": "write update.epochs: 1 and minibatches: 1",
+            "rebel": "write update.steps: 1 or give update.oracle",
+        }
+        raise ValueError(
+            f"{key}: update.name {update.name} takes several steps on a round's responses, after"
+            " which the policy keeps other tokens than those it sampled from:"
+            f" {instead.get(update.name, 'take pg, grpo or npg')}, or leave {key} out"
+        )
     if any(reward.by_turn for reward in recipe.rewards):
-        _check_turns(update, recipe)
+        if recipe.rollout.agent is None:
+            raise ValueError(
+                "rewards: by_turn is for the turns of an agent (rollout.agent), and a response"
+                " without one is a single turn: leave it out"
+            )
+        if not update.turn_rewards:
+            raise ValueError(
+                f"rewards: by_turn works with update.name {_names(lambda kind: kind.turn_rewards)};"
+                f" {update.name} compares whole responses: leave it out, and answer one score for"
+                " each"
+            )
     update.check(recipe)
-
-
-def _check_turns(update: PrivateUpdate, recipe: Sections) -> None:
-    if recipe.rollout.agent is None:
-        raise ValueError(
-            "rewards: by_turn is for the turns of an agent (rollout.agent), and a response without"
-            " one is a single turn: leave it out"
-        )
-    if not update.turn_rewards:
-        raise ValueError(
-            f"rewards: by_turn works with update.name {_names(lambda kind: kind.turn_rewards)};"
-            f" {update.name} compares whole responses: leave it out, and answer one score for each"
-        )
-
-
-def _refuse_truncation(update: PrivateUpdate, key: str) -> NoReturn:
-    instead = {
-        "ppo": "write update.epochs: 1 and minibatches: 1",
-        "rebel": "write update.steps: 1 or give update.oracle",
-    }
-    raise ValueError(
-        f"{key}: update.name {update.name} takes several steps on a round's responses, after which"
-        " the policy keeps other tokens than those it sampled from:"
-        f" {instead.get(update.name, 'take pg, grpo or npg')}, or leave {key} out"
-    )
-
-
-def _check_subspace(update: PrivateUpdate, subspace: Subspace, recipe: Sections) -> None:
-    if subspace.data is None and recipe.evaluation is None:
-        raise ValueError(
-            "update.subspace needs public prompts: give update.subspace.data, or evaluation"
-            " with more rows than evaluation.prompts"
-        )
-    if update.least_squares is not None:
-        raise ValueError(
-            f"update.subspace: update.name {update.name} releases the answers of a regression,"
-            " not gradients: leave subspace out, or take pg, grpo or ppo"
-        )
-    if recipe.optimizer.name == "adam-corrected":
-        raise ValueError(
-            "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
-            " which it is not with update.subspace: write adam or sgd"
-        )
-    if recipe.privacy.bands > 1 and subspace.refresh < recipe.rounds:
-        raise ValueError(
-            "privacy.bands: noise of earlier rounds is taken back along the directions of"
-            " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
-        )
-
-
-def _check_least_squares(update: PrivateUpdate, recipe: Sections) -> None:
-    if update.clip_norm == float("inf"):
-        raise ValueError(
-            "update.clip_norm bounds the features of the regression: give a finite one, also"
-            " with privacy.epsilon .inf"
-        )
-    if recipe.optimizer.name == "adam-corrected":
-        raise ValueError(
-            "optimizer.name: adam-corrected needs the noise of a released gradient, and"
-            f" update.name {update.name} steps along a regression's solution: write sgd"
-        )
 
 
 def _names(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
