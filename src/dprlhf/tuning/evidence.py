@@ -36,8 +36,14 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
     changes = {key: _plain(own, key) for key in keys} | tuned.best.changes
     if "update.name" in tuned.best.changes:  # another update has other settings
         changes = {k: v for k, v in changes.items() if not k.startswith("update.")}
-        changes["update"] = _update_section(tuned, source, keys)
-    head = _comment(header(tuned))
+        values = tuned.recipe.update.model_dump(mode="json")
+        given = (yaml.safe_load(source.read_text("utf-8")).get("update") or {}).keys()
+        chosen = {key.split(".")[1] for key in [*keys, *tuned.best.changes] if "update." in key}
+        changes["update"] = {key: values[key] for key in values if key in given | chosen}
+    lines = [
+        line for part in header(tuned).splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]
+    ]
+    head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     settings = read_settings(source)
     for key, value in changes.items():
         _put(settings, key.split("."), value)
@@ -49,11 +55,6 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DprlhfError(f"{output}: could not be written ({error.strerror})") from None
-
-
-def _comment(text: str) -> str:
-    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]]
-    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def _put(node: Any, path: Sequence[str], value: Any) -> None:
@@ -95,14 +96,6 @@ def header(tuned: Tuned) -> str:
         " whose prompts were not used."
     )
     return "\n".join(lines)
-
-
-def _update_section(tuned: Tuned, source: Path, overridden: Sequence[str]) -> dict[str, Any]:
-    """Return the new update's section with what the file, the overrides or the search set."""
-    values = tuned.recipe.update.model_dump(mode="json")
-    given = (yaml.safe_load(source.read_text("utf-8")).get("update") or {}).keys()
-    chosen = {key.split(".")[1] for key in [*overridden, *tuned.best.changes] if "update." in key}
-    return {key: values[key] for key in values if key in given | chosen}
 
 
 def _plain(recipe: Recipe, key: str) -> Any:

@@ -102,7 +102,12 @@ def public_rows(
             + " Give more rows to evaluation.data, a file with --public, or score on fewer prompts"
         )
     order = np.random.default_rng(_SEED).permutation(new)
-    guides = min(_fitted_beside(recipe), (len(new) - scored) // 2)
+    # Directions are fitted to rows of the evaluation's data, too, if they have none of their own.
+    subspace, beside = recipe.update.subspace, 0
+    if subspace is None or subspace.data is None:
+        contrasted = CONTRASTED if recipe.policy.adapter.contrast_column is not None else 0
+        beside = max(contrasted, subspace.prompts if subspace is not None else 0)
+    guides = min(beside, (len(new) - scored) // 2)
     return PublicRows(
         spec=spec,
         stand_ins=rest.select(order[scored + guides :]),
@@ -111,15 +116,6 @@ def public_rows(
         ),
         scored=scored,
     )
-
-
-def _fitted_beside(recipe: Recipe) -> int:
-    """Return to how many rows of the evaluation's data directions are fitted as well."""
-    subspace = recipe.update.subspace
-    if subspace is not None and subspace.data is not None:
-        return 0
-    contrasted = CONTRASTED if recipe.policy.adapter.contrast_column is not None else 0
-    return max(contrasted, subspace.prompts if subspace is not None else 0)
 
 
 def _spec(recipe: Recipe, file: Path | None) -> Data:

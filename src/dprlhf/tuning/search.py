@@ -22,7 +22,6 @@ from dprlhf.tuning.public_rows import PublicRows
 from dprlhf.tuning.space import Parameter, draw, with_settings
 from dprlhf.tuning.stand_in import (
     EVALUATIONS,
-    StandInRun,
     StoppedEarlyError,
     affordable,
     count_users,
@@ -215,8 +214,9 @@ class Search:
             self._study.tell(trial, state=states.FAIL)
             raise
         else:
-            for key, value in _measured(run).items():
-                trial.set_user_attr(key, value)
+            trial.set_user_attr("standard_error", run.rise.standard_error)
+            for key in ("area", "kl", "excess", "seconds"):
+                trial.set_user_attr(key, getattr(run, key))
             self._study.tell(trial, run.score)
             told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}, KL {run.kl:.3g}")
         self._before()
@@ -265,14 +265,11 @@ class Search:
             self._recipe, self._public, seconds, users=self.users, reward=self._reward
         )
 
-    def _usual(self) -> float:
-        """Return the median duration of the runs that ended, in seconds; 0 before the first."""
-        ended = [*self._ended(confirming=False), *self._ended(confirming=True)]
-        return float(np.median([t.user_attrs["seconds"] for t in ended])) if ended else 0.0
-
     def _time_for_one(self, share: float) -> bool:
         """Return whether another run of median duration ends within this share of the time."""
-        return time.monotonic() - self._started + self._usual() <= share * self._seconds
+        ended = [*self._ended(confirming=False), *self._ended(confirming=True)]
+        usual = float(np.median([t.user_attrs["seconds"] for t in ended])) if ended else 0.0
+        return time.monotonic() - self._started + usual <= share * self._seconds
 
     def _enough(self) -> bool:
         of_search = [t for t in self._study.trials if "confirms" not in t.user_attrs]
@@ -328,13 +325,3 @@ def _suggested(trial: Any, parameter: Parameter) -> Any:
     if parameter.choices is not None:
         return trial.suggest_categorical(parameter.name, parameter.choices)
     return trial.suggest_float(parameter.name, parameter.low, parameter.high, log=True)
-
-
-def _measured(run: StandInRun) -> dict[str, Any]:
-    return {
-        "standard_error": run.rise.standard_error,
-        "area": run.area,
-        "kl": run.kl,
-        "excess": run.excess,
-        "seconds": run.seconds,
-    }

@@ -218,53 +218,6 @@ def run_stand_ins(
     count = stand_ins or private.users
     sources = _sources(private, public, count, reward, seed)
     every = every or math.ceil(recipe.rounds / EVALUATIONS)
-    trained = _train(_of_stand_ins(recipe, public, every, reward is not None), sources, stop)
-    before, after = trained.before.estimate, trained.after.estimate
-    return StandInRun(
-        plan=private,
-        stand_ins=count,
-        prompts=min(count, len(public.stand_ins)),
-        dimension=recipe.update.subspace.rank if recipe.update.subspace else trained.dimension,
-        before=before,
-        after=after,
-        rise=estimate(trained.after.rewards - trained.before.rewards),
-        curve=[(0, before.mean), *trained.curve, (recipe.rounds, after.mean)],
-        kl=trained.kl,
-        penalty=recipe.kl.beta * trained.kl,
-        seconds=time.perf_counter() - started,
-    )
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """The training of a stand-in run, as it was evaluated on the scoring prompts.
-
-    Attributes:
-        before: The evaluation of the base model.
-        after: That of the tuned policy, on the same prompts and draws.
-        curve: The evaluations between the two in order, (round, mean reward).
-        kl: KL(π ‖ base) of a response at the end, in nats.
-        dimension: Number of trained parameters.
-    """
-
-    before: Evaluated
-    after: Evaluated
-    curve: list[tuple[int, float]]
-    kl: float
-    dimension: int
-
-
-def _train(recipe: Recipe, sources: InMemoryInputs, stop: Callable[[int, float], bool]) -> _Trained:
-    """Train on stand-ins in a temporary folder, and evaluate before, meanwhile and after.
-
-    Args:
-        recipe: The recipe of the stand-in run, from :func:`_of_stand_ins`.
-        sources: The stand-ins and the scoring prompts.
-        stop: As for :func:`run_stand_ins`.
-
-    Raises:
-        StoppedEarlyError: ``stop`` ended the run.
-    """
     curve: list[tuple[int, float]] = []
 
     def evaluated(metrics: dict[str, Any]) -> None:
@@ -276,7 +229,7 @@ def _train(recipe: Recipe, sources: InMemoryInputs, stop: Callable[[int, float],
     with (
         _temporary_folder() as folder,
         open_run(
-            recipe,
+            _of_stand_ins(recipe, public, every, reward is not None),
             folder,
             sources,
             create=True,
@@ -286,12 +239,25 @@ def _train(recipe: Recipe, sources: InMemoryInputs, stop: Callable[[int, float],
         ) as run,
     ):
         with run.policy.base():
-            before = _evaluate(run)
+            first = _evaluate(run)
         run_rounds(run)
-        after = _evaluate(run)
-        logs = token_logs(run.policy, after.responses, recipe.update.batch_size)
-        moved = measure(run.policy, after.responses, logs)["kl"].mean
-        return _Trained(before, after, curve, moved, run.policy.dimension)
+        last = _evaluate(run)
+        logs = token_logs(run.policy, last.responses, recipe.update.batch_size)
+        kl = measure(run.policy, last.responses, logs)["kl"].mean
+    before, after = first.estimate, last.estimate
+    return StandInRun(
+        plan=private,
+        stand_ins=count,
+        prompts=min(count, len(public.stand_ins)),
+        dimension=recipe.update.subspace.rank if recipe.update.subspace else run.policy.dimension,
+        before=before,
+        after=after,
+        rise=estimate(last.rewards - first.rewards),
+        curve=[(0, before.mean), *curve, (recipe.rounds, after.mean)],
+        kl=kl,
+        penalty=recipe.kl.beta * kl,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def affordable(
