@@ -37,12 +37,13 @@ def examine() -> list[Finding]:
 
     Nothing is downloaded or written, and no token is shown.
     """
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
     return [
         Finding("python", platform.python_version()),
         *_versions(),
         *_devices(),
         _processes(),
-        _disk(),
+        Finding("disk", f"{free:.1f} GiB free in {Path.cwd()}", free > 1),
         _hub(),
         *_assets(),
     ]
@@ -102,11 +103,6 @@ def _processes() -> Finding:
     except (ImportError, DprlhfError) as error:
         return Finding("processes", str(error), False)
     return Finding("processes", f"{processes.count}, this one on {processes.device}")
-
-
-def _disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free / 2**30
-    return Finding("disk", f"{free:.1f} GiB free in {Path.cwd()}", free > 1)
 
 
 def _hub() -> Finding:

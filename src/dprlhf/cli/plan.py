@@ -6,16 +6,12 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dprlhf.cli.output import choices_table, plan_table
 from dprlhf.errors import DprlhfError
-
-if TYPE_CHECKING:
-    from dprlhf.training.choices import Choice
-    from dprlhf.training.planner import Facts
 
 Recipe = Annotated[
     Path | None, typer.Argument(help="A YAML recipe; without one, give --users and --epsilon.")
@@ -80,7 +76,20 @@ def plan(
     """
     if recipe is None:
         _refuse(context, _WITH_A_RECIPE, "needs a recipe")
-        _without_recipe(users, epsilon, delta, dimension, rounds or [], signal, as_json)
+        from dprlhf.privacy.plan import balanced_batch, trade_off
+
+        if users is None or epsilon is None:
+            raise DprlhfError("plan: give a recipe, or --users and --epsilon")
+        _warn(epsilon)
+        chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
+        table = trade_off(users, chosen, epsilon, delta, dimension, signal)
+        if as_json:
+            typer.echo(json.dumps(table))
+            return
+        m = balanced_batch(users, epsilon, dimension)
+        typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
+        about = f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}"
+        typer.echo(f"{about}\n\n{plan_table(table)}")
         return
     _refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
     from dprlhf.recipe import load_recipe
@@ -102,7 +111,10 @@ def plan(
         shown: dict[str, Any] = {**facts.as_dict(), "choices": rows, "not_costed": passed}
         typer.echo(json.dumps(shown))
     else:
-        _show(facts, choices[0], rows, passed)
+        typer.echo(f"{facts.describe()}\n\n{choices_table(rows)}")
+        if passed:
+            typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
+        typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
@@ -111,40 +123,6 @@ def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise DprlhfError(f"plan: --{name.replace('_', '-')} {why}")
-
-
-def _show(facts: Facts, best: Choice, rows: list[dict[str, Any]], passed: int) -> None:
-    """Print the facts, the table of the choices, and the best of them as overrides."""
-    typer.echo(facts.describe() + "\n")
-    typer.echo(choices_table(rows))
-    if passed:
-        typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
-    typer.echo(f"\nthe first as overrides: {' '.join(best.overrides())}")
-
-
-def _without_recipe(
-    users: int | None,
-    epsilon: float | None,
-    delta: float,
-    dimension: int,
-    rounds: list[int],
-    signal: float,
-    as_json: bool,
-) -> None:
-    from dprlhf.privacy.plan import balanced_batch, trade_off
-
-    if users is None or epsilon is None:
-        raise DprlhfError("plan: give a recipe, or --users and --epsilon")
-    _warn(epsilon)
-    chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
-    table = trade_off(users, chosen, epsilon, delta, dimension, signal)
-    if as_json:
-        typer.echo(json.dumps(table))
-        return
-    m = balanced_batch(users, epsilon, dimension)
-    typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
-    typer.echo(f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}\n")
-    typer.echo(plan_table(table))
 
 
 def _warn(epsilon: float | None) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dprlhf.cli.train import Overrides
 from dprlhf.errors import DprlhfError
-
-if TYPE_CHECKING:
-    from dprlhf.tuning.search import Search
 
 
 def tune(
@@ -55,8 +50,11 @@ def tune(
 
     The same call continues a search: its trials are in a file beside the output.
     """
+    from tqdm.auto import tqdm
+
     from dprlhf.hub import hush_libraries
     from dprlhf.recipe import load_recipe
+    from dprlhf.tuning.evidence import header, write_tuned
     from dprlhf.tuning.public_rows import public_rows
     from dprlhf.tuning.search import Search
     from dprlhf.tuning.space import keys_of
@@ -76,46 +74,25 @@ def tune(
         stand_ins=stand_ins,
         seed=seed,
     )
-    _run(running, minutes, recipe, overrides or [], output)
+    interrupted, started = False, time.monotonic()
+    # A terminal or a log may see this bar, since all of it is public.
+    shape = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
+    seconds = round(60 * minutes)
+    with tqdm(total=seconds, desc="tuning", bar_format=shape) as bar:
 
+        def beat() -> None:
+            bar.n = min(seconds, time.monotonic() - started)
+            bar.refresh()
 
-def _run(
-    running: Search, minutes: float, recipe: Path, overrides: Sequence[str], output: Path
-) -> None:
-    """Search, also until an interrupt, and write what was found."""
-    from dprlhf.tuning.evidence import header, write_tuned
-
-    interrupted = False
-    with _bar(60 * minutes) as bar:
         try:
-            running.run(bar.write, _beat(bar))
+            running.run(bar.write, beat)
         except KeyboardInterrupt:
             interrupted = True
     tuned = running.result()
-    write_tuned(tuned, recipe, overrides, output)
+    write_tuned(tuned, recipe, overrides or [], output)
     typer.echo(header(tuned))
     for key, value in tuned.best.changes.items():
         typer.echo(f"  {key} = {value}")
     typer.echo(f"tuned recipe: {output}; the same call goes on with its trials")
     if interrupted:
         raise typer.Exit(130)
-
-
-@contextlib.contextmanager
-def _bar(seconds: float) -> Iterator[Any]:
-    """Show a bar over the time; a terminal or a log may see it, since all of it is public."""
-    from tqdm.auto import tqdm
-
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
-    with tqdm(total=round(seconds), desc="tuning", bar_format=shape) as bar:
-        yield bar
-
-
-def _beat(bar: Any) -> Callable[[], None]:
-    started = time.monotonic()
-
-    def beat() -> None:
-        bar.n = min(bar.total, time.monotonic() - started)
-        bar.refresh()
-
-    return beat
