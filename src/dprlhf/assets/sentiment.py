@@ -9,7 +9,6 @@ difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,11 @@ def train_sentiment(
     """
     import pandas as pd
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        get_linear_schedule_with_warmup,
+    )
 
     train, test = (pd.read_parquet(data / f"{half}.parquet") for half in ("train", "test"))
     tokenizer: Any = AutoTokenizer.from_pretrained(encoder)
@@ -76,7 +79,28 @@ def train_sentiment(
         batches = (rows for _ in range(epochs) for rows in _batches(lengths, batch_size, shuffler))
         steps = epochs * -(-len(tokens) // batch_size)
         labels = torch.tensor(train["label"].tolist())
-        _fit(model, tokenizer, tokens, labels, batches, steps, learning_rate, quiet)
+        trained = list(model.parameters())
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01, fused=True)
+        schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+        loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
+        bf16 = native_dtype("cpu") == torch.bfloat16
+        model.train()
+        shown = float("nan")
+        with tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar:
+            for rows in batches:
+                batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                    logits = model(**batch).logits
+                loss = loss_function(logits.float(), labels[rows])
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                schedule.step()
+                value = float(loss.detach())
+                shown = value if shown != shown else 0.95 * shown + 0.05 * value
+                bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
+                bar.update()
     metrics = _measure(model, tokenizer, test["text"].tolist(), test["label"].tolist())
     accuracy: float = metrics["accuracy"]
     metrics |= {"accuracy": round(accuracy, 4), "train_sentences": len(train)}
@@ -87,44 +111,6 @@ def train_sentiment(
     if not quiet:
         print(f"sentiment reward model: accuracy {accuracy:.3f} on {len(test)} held-out sentences")
     return accuracy
-
-
-def _fit(
-    model: Any,
-    tokenizer: Any,
-    tokens: list[list[int]],
-    labels: Any,
-    batches: Iterable[list[int]],
-    steps: int,
-    learning_rate: float,
-    quiet: bool,
-) -> None:
-    """Fine-tune the classifier in place on batches of rows, one AdamW step for each."""
-    import torch
-    from transformers import get_linear_schedule_with_warmup
-
-    trained = list(model.parameters())
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.01, fused=True)
-    schedule: Any = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
-    loss_function = torch.nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
-    bf16 = native_dtype("cpu") == torch.bfloat16
-    model.train()
-    shown = float("nan")
-    with tqdm(total=steps, desc="fitting the reward", unit="step", disable=quiet) as bar:
-        for rows in batches:
-            batch = tokenizer.pad({"input_ids": [tokens[i] for i in rows]}, return_tensors="pt")
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-                logits = model(**batch).logits
-            loss = loss_function(logits.float(), labels[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            schedule.step()
-            value = float(loss.detach())
-            shown = value if shown != shown else 0.95 * shown + 0.05 * value
-            bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
-            bar.update()
 
 
 def _measure(model: Any, tokenizer: Any, texts: list[str], labels: list[int]) -> dict[str, Any]:

@@ -229,7 +229,14 @@ def _sqlite(path: Path, create: bool) -> Storage:
                 f"budget book {path}: there is no such file; make a book with: dprlhf budget"
                 " create, or restore the one that was there"
             )
-        _check_kind(path)
+        with path.open("rb") as file:
+            start = file.read(len(_FIRST_BYTES))
+        if start not in (b"", _FIRST_BYTES):
+            raise BookError(
+                f"budget book {path}: no SQLite file, so no book, or a damaged one: name a book,"
+                " make one with dprlhf budget create, or restore it from a backup. Nothing was"
+                " spent"
+            )
         check_mode(path)
     where = URL.create(
         "sqlite",
@@ -245,21 +252,6 @@ def _sqlite(path: Path, create: bool) -> Storage:
     )
     sa.event.listen(engine, "connect", _careful)
     return Storage(engine, str(path), path)
-
-
-def _check_kind(path: Path) -> None:
-    """Refuse a file that is no SQLite database; an empty one is about to become one.
-
-    Raises:
-        BookError: It begins with something else.
-    """
-    with path.open("rb") as file:
-        start = file.read(len(_FIRST_BYTES))
-    if start not in (b"", _FIRST_BYTES):
-        raise BookError(
-            f"budget book {path}: no SQLite file, so no book, or a damaged one: name a book, make"
-            " one with dprlhf budget create, or restore it from a backup. Nothing was spent"
-        )
 
 
 def _careful(connection: Any, _: Any) -> None:

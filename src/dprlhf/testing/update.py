@@ -365,7 +365,11 @@ def _check_leftovers(trial: _Trial) -> None:
                 responses = _responses(users, drawn)
                 given = _scores(responses, users, drawn)
                 trial.round(policy, optimizer, gate, t, responses, given)
-                state = {**policy.state(), **_optimizer_state(optimizer)}
+                state = policy.state() | {
+                    f"{number}.{name}": torch.as_tensor(value).clone()
+                    for number, of_one in optimizer.state_dict()["state"].items()
+                    for name, value in of_one.items()
+                }
                 moved |= {f"{t}.{name}": value for name, value in state.items()}
         outcomes.append((moved, gate.sums[trial.settings.releases :]))
     (moved, sums), (other_moved, other_sums) = outcomes
@@ -378,12 +382,3 @@ def _check_leftovers(trial: _Trial) -> None:
         f"{trial.fails} 'leftovers': a round differs with the users of the round before it, which"
         " released the same. Keep nothing between rounds but what was released"
     )
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return a copy of the optimizer's tensors by name."""
-    return {
-        f"{number}.{name}": torch.as_tensor(value).clone()
-        for number, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
