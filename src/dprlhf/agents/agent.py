@@ -84,11 +84,8 @@ class Trajectory:
         asked: The conversation that the policy answers.
         prompt: Its tokens.
         tools: The functions that the policy may call, by name.
-        environment: The trajectory's own environment; None without one.
-        own_randomness: Generators for tools and environment.
         tokens: The response so far: what the policy wrote and what tools answered.
         own: 1 for each of these that the policy wrote, else 0.
-        messages: The turns and answers as messages.
         turn_rewards: The environment's score of each turn, where it gives one.
         failed: Whether it broke off with an error.
     """
@@ -300,8 +297,6 @@ def begin(
     """Reset an environment and return the conversation with its first observation appended.
 
     Args:
-        environment: The trajectory's environment.
-        own_randomness: Its generators.
         prompt: The conversation.
         row: The columns of the prompt's row; ``reset`` gets those that it has parameters for.
 
@@ -353,7 +348,6 @@ def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> d
     An exception is an answer, too: ``{'error': …}`` with its text, as in TRL.
 
     Args:
-        trajectory: The trajectory whose policy calls.
         made: The call, ``{"name", "arguments"}``.
         private: Whether a tool that exits is answered like one that fails, so that no user's
             call can end the run.

@@ -51,7 +51,6 @@ def read_turn(
         policy: The policy, for its tokenizer; ``response_template`` of the tokenizer says how the
             model writes calls, and :data:`PLAIN` where there is none.
         before: All tokens before the turn.
-        tokens: The tokens of the turn.
         tools: The tools; their type hints turn arguments into numbers or texts.
 
     Returns:
@@ -95,7 +94,6 @@ def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> 
     conversation, of which everything up to the end of the call is cut off.
 
     Args:
-        policy: The policy, for its tokenizer and its chat template.
         answers: Messages ``{"role": "tool", "name", "content"}``, at least one.
 
     Raises:

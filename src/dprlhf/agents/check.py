@@ -33,7 +33,6 @@ def check_fresh(agent: Agent, trajectories: float) -> None:
     let go at once: a pool that is as large as a round is found. A larger one is not.
 
     Args:
-        agent: The agent with its factories.
         trajectories: The average number of trajectories of a round, which is public.
 
     Raises:
@@ -59,10 +58,7 @@ def check_apart(
     show on other prompts only, and a policy that calls no tool yet shows nothing.
 
     Args:
-        policy: The policy with its sampler.
-        spec: The rollout settings.
         prompts: Public conversations, at least one.
-        max_prompt_tokens: The longest prompt, in tokens.
 
     Raises:
         DprlhfError: A trajectory came out otherwise.

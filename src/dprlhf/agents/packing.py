@@ -37,11 +37,8 @@ def packed(
     """Return trajectories as responses; one that failed has one token, of an end if there is any.
 
     Args:
-        policy: The policy, for its tokenizer.
         prompts: The prompts; each has ``spec.responses`` adjacent rows.
-        rows: The trajectories.
         from_base: True where a row was sampled from μ, ``[rows]``.
-        spec: The rollout settings.
         longest: The longest prompt in tokens; a longer one keeps its last tokens.
         num_generations: Number of adjacent rows that answer the same tokens, a public number.
         extra: Which values of the environments rewards get: ``environments``, ``turn_rewards``.

@@ -22,10 +22,6 @@ def environment_reward(environments: Sequence[Any], **columns: Any) -> list[floa
     It is called for one user at a time: a call in which another user's environment fails would be
     repeated, and an environment may answer something else when it is asked again.
 
-    Args:
-        environments: The environments of the trajectories.
-        **columns: The other values that rewards get.
-
     Returns:
         A score for each trajectory; None for one whose environment has no ``get_reward``.
     """
@@ -47,7 +43,6 @@ def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> lis
     Args:
         turn_rewards: A list for each trajectory, with a score or None for each of its turns; None
             for one whose environment has no ``get_turn_reward``.
-        **columns: The other values that rewards get.
     """
     return list(turn_rewards)
 

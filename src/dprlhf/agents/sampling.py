@@ -113,10 +113,7 @@ class _Turns:
 
     Args:
         policy: The policy, its adapter on or off as the caller has it at each turn.
-        spec: The rollout settings.
-        longest: The longest prompt, in tokens.
         sampler: The agent, and where the tools' output goes.
-        private: Whether the prompts are private.
     """
 
     def __init__(
@@ -198,7 +195,6 @@ class _Turns:
             rows: The trajectories, those of a prompt adjacent.
             prompts: What they answer, for their places.
             draws: Their uniform numbers, ``[prompts, responses, max_new_tokens]``.
-            tick: Progress callback.
         """
         # Trajectories that failed take part in the first turn: shapes must not depend on them.
         live, iterations = list(range(len(rows))), 0

@@ -47,11 +47,7 @@ def build_private_answers(sources: dict[str, Path], out: Path, quiet: bool) -> N
 
 
 def secret_map(seed: int) -> dict[str, str]:
-    """Return the code of each intent; each code belongs to two of them.
-
-    Args:
-        seed: Seed of the map, in [0, 2³¹).
-    """
+    """Return the code of each intent; each code belongs to two of them."""
     import numpy as np
 
     codes = np.random.RandomState(seed).permutation(np.repeat(CODES, len(INTENTS) // len(CODES)))

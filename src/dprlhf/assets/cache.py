@@ -32,9 +32,6 @@ class AssetStatus:
     """State of one asset: a line of ``dprlhf assets list``.
 
     Attributes:
-        name: Name of the asset.
-        about: Description in one line.
-        ready: Whether the asset is in the cache.
         path: Folder of the asset, ready or not.
         size: Size in bytes; 0 where not ready.
     """
@@ -198,7 +195,6 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
 
     Args:
         names: Asset names, all by default; the assets that they are made from are pulled too.
-        quiet: Show no progress.
 
     Returns:
         The folder of each asset by name, including the assets that they are made from.

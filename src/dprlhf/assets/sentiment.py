@@ -45,11 +45,9 @@ def train_sentiment(
             ``AutoTokenizer``, and ``metrics.json`` with the accuracy and the distribution of
             logit(POSITIVE) − logit(NEGATIVE) on the test sentences.
         seed: Seeds the new head, the dropout and the order of the batches.
-        epochs: Number of passes over the training sentences.
         batch_size: Sentences per step.
         learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
             there linearly to zero.
-        quiet: Show no progress bar.
 
     Returns:
         The accuracy on the test sentences, in [0, 1].

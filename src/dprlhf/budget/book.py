@@ -97,8 +97,6 @@ class Book:
         """Give a data set its lifetime budget; the first data set makes the book and its key.
 
         Args:
-            name: Path or URL of the book.
-            dataset: Name of the data set.
             epsilon: Largest ε of any of its users, over all runs.
             delta: δ at which that ε is stated.
             unit: The column that names the user; None where each row is a user.
@@ -193,7 +191,6 @@ class Book:
         never taken back: a run that crashed keeps its own.
 
         Args:
-            spending: The run.
             users: Keyed hashes of the users, from :meth:`hashed`.
             dataset: Name of the data set; None takes the only one of the book.
             unit: The column that names the user; None where each row is a user.

@@ -26,7 +26,6 @@ class Spending:
 
     Attributes:
         run: Commitment to the run's key, which identifies the run.
-        name: Name of the run's folder.
         stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``, ``feedback``.
         mechanism: What the whole run releases; None where users are only enrolled.
         times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
@@ -63,9 +62,7 @@ class Reservation:
 
     Attributes:
         book: Identifier of the book, random.
-        number: Number of the reservation.
         counter: The book's counter after the reservation.
-        dataset: Name of the data set.
         epsilon: Lifetime budget of its users at ``delta``.
         delta: δ of the budget.
     """
@@ -98,7 +95,6 @@ class Cost:
     """What a user has spent, or would have spent with a run, and the budget that it must keep to.
 
     Attributes:
-        terms: The mechanisms, each with the number of its runs.
         dataset: Name of the data set whose budget it is.
         budget: Lifetime budget ε of the data set.
         delta: δ of the budget.

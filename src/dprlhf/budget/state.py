@@ -142,7 +142,6 @@ def costs_of(
     """Return what users would have spent, for each data set that they are or would be in.
 
     Args:
-        state: The book's tables.
         owed: What users with each history have yet to pay; those who owe nothing are left out.
         dataset: The data set of the run that asks.
     """

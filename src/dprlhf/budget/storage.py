@@ -281,7 +281,6 @@ def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | N
     names, or beside a SQLite book, with ``.key`` added to its name.
 
     Args:
-        storage: The book's database.
         create: Make a key file if there is none.
 
     Raises:

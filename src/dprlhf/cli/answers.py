@@ -166,10 +166,8 @@ def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str
     """Return the column of the prompts in a file; of a folder or a hub id, the usual one.
 
     Args:
-        prompts: The file.
         named: The column that was asked for; None takes the first of ``PROMPT_COLUMNS``.
         what: What the file is, for errors.
-        stage: The stage of the recipe.
 
     Raises:
         DprlhfError: The file cannot be read, or has no such column.

@@ -58,7 +58,6 @@ def reward_check(
         per_user: Call the reward with one user's rows at a time, as ``per_user`` in a recipe. All
             rows with the same prompt count as one user.
         reward_range: R > 0, for the share of scores outside [−R, R].
-        limit: Number of rows to use, from the first.
 
     Returns:
         The report, and whether the completions are stand-ins.

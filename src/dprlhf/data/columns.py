@@ -132,8 +132,6 @@ def check_readable(rows: Any, column: str, where: str) -> None:
     refused: whether others have a value is private.
 
     Args:
-        rows: A ``datasets.Dataset``.
-        column: Name of one of its columns.
         where: The beginning of the message.
 
     Raises:
@@ -162,7 +160,6 @@ def check_decodable(rows: Any, where: str) -> None:
     Only the columns' types decide it; bytes of no user's are what is decoded.
 
     Args:
-        rows: A ``datasets.Dataset``.
         where: Names the rows in the message.
 
     Raises:

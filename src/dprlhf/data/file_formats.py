@@ -201,10 +201,6 @@ def with_conversations(rows: Any, prompt_column: str) -> Any:
     A CSV file has no lists: there a conversation is written as JSON. The name of the column and its
     type decide it, for all rows alike, not what some row holds. A text that is no JSON list of
     messages becomes None, which nobody can read.
-
-    Args:
-        rows: A ``datasets.Dataset``.
-        prompt_column: The column of the prompts.
     """
     import datasets
 

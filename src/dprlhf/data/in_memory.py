@@ -30,13 +30,11 @@ class InMemoryInputs:
         prompts: The users' prompts, as :func:`rows_from` takes them.
         reward: A reward, or several, as :func:`~dprlhf.data.given_rewards.given_rewards` takes
             them: callables with TRL's signature, names, models, or pairs with a weight.
-        evaluation_prompts: Public prompts.
         policy: The policy, of any type that the training loop takes.
         models: Models in memory that the run starts from, by the argument's name; the private runs
             that tuned them must count.
         stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
             of the run, which states no ε. None plans for private users.
-        reward_weights: A weight for each reward.
         reward_processing_classes: The tokenizers of rewards that are models.
         tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory; or several by name.
@@ -119,9 +117,6 @@ def recipe_of(
 
     Args:
         recipe: A recipe or its file; None for one from ``flat``.
-        overrides: Changes to the file.
-        flat: Settings by name.
-        sources: Objects in memory that replace what the recipe names.
         complete: Adds the defaults that follow from the rows to settings, of which it also gets a
             recipe with any number of rounds. None adds nothing.
 
@@ -221,7 +216,6 @@ def from_memory(
     same objects again.
 
     Args:
-        recipe: The recipe of a run of any stage.
         data: Whether the users' rows are in memory.
         rewards: The rewards that the program passes; None for those of the recipe.
         evaluation: Whether the public rows are.

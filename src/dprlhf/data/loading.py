@@ -145,7 +145,6 @@ def _read_whole(builder: Any, spec: recipe.Data) -> Any:
 
     Args:
         builder: What ``datasets.load_dataset_builder`` found there, one of ``_WITHOUT_TYPES``.
-        spec: The recipe's section.
     """
     import datasets
 

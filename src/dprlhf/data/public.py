@@ -35,7 +35,6 @@ def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     """Load the evaluation's rows, each a user of its own; None without evaluation.
 
     Args:
-        recipe: The recipe of a run of any stage.
         given: Rows in memory that replace the recipe's; None for none.
 
     Raises:
@@ -127,7 +126,6 @@ def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
     """Return the public prompts of ``update.subspace``; None without one.
 
     Args:
-        recipe: The recipe of a run of any stage.
         public: The rows of the evaluation, as :func:`public_users` returns them.
     """
     spec = getattr(recipe.update, "subspace", None)

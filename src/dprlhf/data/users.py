@@ -137,7 +137,6 @@ class Users:
     """A prompt dataset grouped by user, the unit of privacy.
 
     Args:
-        rows: A ``datasets.Dataset``.
         spec: The recipe's section: the columns, and the bound on the prompts of one user.
         may_lack_prompts: Whether rows may come without a column ``prompt``, because an environment
             gives the prompt. A row without one is known by all its columns.
@@ -263,11 +262,7 @@ class Users:
         return Private([numbers[known_as(name)] for name in names])
 
     def with_gaps(self, absent: Collection[int]) -> Users:
-        """Return the users of these rows if those of some users have been deleted from among them.
-
-        Args:
-            absent: The numbers of these users.
-        """
+        """Return the users of these rows if those of some numbers have been deleted from them."""
         return Users(self._rows, self._spec, may_lack_prompts=self._may_lack_prompts, absent=absent)
 
     def without(self, numbers: Collection[int]) -> Users:

@@ -43,7 +43,6 @@ def align_with_activations(
         policy: A policy whose adapter has ``lora_A``; it is changed in place.
         tokens: Public text, ``[rows, tokens]``.
         mask: 1 for real tokens and 0 for padding, same shape.
-        batch_size: Rows in one forward pass.
         classes: The class of each row, ``[rows]``, more of them than the adapter has rank; None
             without classes.
     """

@@ -36,8 +36,6 @@ def add_adapter(
     """Put a new adapter on a model; its trainable weights are in float32 or wider.
 
     Args:
-        model: A transformers model.
-        adapter: The recipe's section.
         seed: Seed of random initial weights, which are public.
         task_type: PEFT's task type. With ``SEQ_CLS`` the classification head is trained as well.
 

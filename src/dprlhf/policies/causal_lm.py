@@ -262,7 +262,6 @@ class CausalLMPolicy:
         """Return the tokens of a conversation, as the chat template writes it.
 
         Args:
-            messages: The conversation.
             add_generation_prompt: Whether the template opens the model's turn at the end.
             row: What the row of data has for the template
                 (:func:`~dprlhf.data.messages.template_arguments`); the run's own tools count first.
@@ -311,7 +310,6 @@ class CausalLMPolicy:
         Args:
             tokens: Length of the longest text.
             what: Start of the error message, which names the setting.
-            name: Name of the model, for the error message.
 
         Raises:
             DprlhfError: The texts are longer.

@@ -76,7 +76,6 @@ def load_reward_model(
     An adapter leaves it out, also where ``target_modules`` names it.
 
     Args:
-        spec: The recipe's section.
         labels: Names of the labels; None for the one output of a reward trained on pairs.
         seed: Seed of the initial weights of the head, of other layers that the base lacks, and of
             the adapter; all of these are public.
@@ -124,7 +123,6 @@ def load_classifier(
     can be merged into the base that it was trained on.
 
     Args:
-        spec: The recipe's section.
         labels: Names of the labels; None for one output.
         seed: Seed of the weights that the checkpoint lacks.
         attention: Attention implementation; None for the model's own choice.

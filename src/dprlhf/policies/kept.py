@@ -202,7 +202,6 @@ class Kept:
         Args:
             rows: The number of each response's row, −1 for a filler, in the order of the
                 micro-batch.
-            count: Number of rows in all.
         """
         if not len(self.batch):
             self.batch, self.place = np.full((2, count), -1)
@@ -228,7 +227,6 @@ def keep(policy: Any, *, gradients: bool) -> Kept | None:
     """Return an empty store for the outputs that sampling computes; None for an untested model.
 
     Args:
-        policy: The policy that will sample, as it is now.
         gradients: Whether to keep what a gradient pass needs, see :class:`Kept`.
     """
     parts = parts_of(policy)
@@ -287,7 +285,6 @@ class Replay:
     columns of padding: how it is rounded may not depend on what is beside it in memory.
 
     Args:
-        kept: What sampling kept.
         rows: The number of the row at each place, −1 for a filler; those that share a prompt are
             adjacent.
         width: Number of columns of a prompt.

@@ -28,8 +28,6 @@ def load_policy(
     """Load a base model through transformers and put a new adapter on it.
 
     Args:
-        spec: The recipe's section.
-        temperature: Sampling temperature of the policy.
         seed: Seed of the adapter's initial weights, which are public.
         model: A loaded transformers model to use in place of the one that ``spec`` names. The
             adapter is put into it.
@@ -183,10 +181,7 @@ def make_policy(
     """Put a new adapter on a loaded transformers model, and prepare its tokenizer.
 
     Args:
-        model: A causal language model.
         tokenizer: Its tokenizer; it is set to pad on the left.
-        adapter: The recipe's section.
-        temperature: Sampling temperature of the policy.
         seed: Seed of the adapter's initial weights, which are public.
     """
     keep_unpacked(model)  # before its first pass

@@ -56,7 +56,6 @@ def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:
     """Refuse a model in which one row's values depend on the other rows of its pass.
 
     Args:
-        model: The model.
         alone: Whether experts are no reason: the rows of a pass are those of one user, who then
             decides its shapes alone. The other layers may keep something from pass to pass.
 

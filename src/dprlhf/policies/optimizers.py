@@ -20,7 +20,6 @@ def make_optimizer(
 
     Args:
         spec: The recipe's ``optimizer`` section.
-        parameters: The trained parameters of the policy.
         noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate, as
             long as :func:`set_noise` gives no other.
     """
@@ -42,7 +41,6 @@ class NormalizedSGD(torch.optim.Optimizer):
     gradient. A gradient that is zero everywhere moves nothing.
 
     Args:
-        parameters: The trained parameters.
         spec: Its ``learning_rate`` and ``momentum`` are used.
     """
 
@@ -86,7 +84,6 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
     enter the expectation of a square.
 
     Args:
-        parameters: The trained parameters.
         spec: Its ``learning_rate`` and ``betas`` are used.
         noise_std: σ, the standard deviation of the noise in each coordinate of the gradients.
     """
@@ -135,7 +132,6 @@ def ascend(
 
     Args:
         parameters: The trained parameters, in the order in which ``direction`` has them.
-        optimizer: The server-side optimizer of these parameters.
         direction: ``[dimension]``; its negative becomes the parameters' gradient.
 
     Raises:

@@ -76,7 +76,6 @@ def behind_one_prompt(
         mask: 1 for real tokens and 0 for padding, same shape.
         responses: Width of the response part, in tokens.
         shared_rows: Number of rows that go behind one copy of their prompt.
-        dtype: Data type of the attention mask.
     """
     rows, width = tokens.shape
     prompt, own = width - responses, responses - 1  # nothing stands after the last token
@@ -131,7 +130,6 @@ def own_tokens_behind_prompt(
         mask: Mask of the prompts, ``[rows, prompt]``.
         shared: Number of responses behind a prompt.
         max_new_tokens: Length of a response in tokens.
-        dtype: Data type of the result.
 
     Returns:
         0 or the lowest finite number, ``[rows, 1, shared, prompt + max_new_tokens · shared]``; a

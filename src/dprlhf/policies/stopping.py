@@ -17,11 +17,9 @@ class StopStrings:
     string that starts in the prompt stops nothing.
 
     Args:
-        tokenizer: The policy's tokenizer.
         strings: The stop strings, at least one.
 
     Attributes:
-        strings: The stop strings.
         reach: The most tokens, from the last one back, that can be part of a string.
 
     Raises:

@@ -72,7 +72,6 @@ def warped(
 
     Args:
         logits: The model's output, ``[rows, vocabulary]``.
-        sampling: The settings.
         temperature: Divides the scores, after the penalty.
         before: Tokens that the penalty is for, ``[rows, any]``, in any order and number; needed for
             a penalty.
@@ -94,7 +93,6 @@ def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     Args:
         scores: Scores at the sampling temperature, ``[rows, vocabulary]``.
-        sampling: The settings.
 
     Returns:
         ``[rows, 1]``; −∞ where nothing is cut.
@@ -134,9 +132,6 @@ def warped_logprobs(
     Args:
         logits: The model's output at each token's place, ``[rows · response, vocabulary]``. The
             backward pass keeps it as it is.
-        rows: The responses.
-        sampling: The settings.
-        temperature: Temperature of the sampling.
 
     Returns:
         Log-probabilities, ``[rows · response]``, float32 or wider.

@@ -67,8 +67,6 @@ def load_any_recipe(
     """Read a YAML recipe of any stage, as :func:`load_recipe` does.
 
     Args:
-        path: The YAML file.
-        overrides: Changes ``section.key=value``.
         stage: The stage of a recipe that names none; None for a run of private updates.
     """
     return recipe_from(read_settings(Path(path)), overrides, source=str(path), stage=stage)
@@ -97,9 +95,6 @@ def recipe_from(
     """Apply overrides to settings, in place, and return the recipe of their stage.
 
     Args:
-        settings: The settings of a recipe.
-        overrides: Changes ``section.key=value``.
-        source: Where they come from, for errors.
         stage: The stage of a recipe that names none; None for a run of private updates.
 
     Raises:

@@ -22,10 +22,7 @@ def check_promise(
     """Refuse what would make the stated ε wrong, or publish what is private.
 
     Args:
-        privacy: The promised guarantee.
         clip_norm: Clip norm S.
-        data: The section of the users' rows.
-        public: The section of the evaluation's rows; None without evaluation.
         guides: The section of the public rows of ``update.subspace``; None without them.
 
     Raises:

@@ -16,7 +16,6 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
 
     Args:
         update: The section ``update``.
-        recipe: The recipe that it stands in.
 
     Raises:
         ValueError: Names the setting and what would work.

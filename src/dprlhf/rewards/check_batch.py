@@ -30,10 +30,7 @@ class CheckedBatch:
     """Rows under test: a unit is one row, or a user's rows for a reward declared per-user.
 
     Attributes:
-        reward: The reward.
-        rows: The prompts and completions.
         units: The row numbers of each unit, ``[units][rows of it]``.
-        users: Number of users that the rows belong to.
         state: The ``trainer_state`` that the reward is called with.
     """
 

@@ -65,9 +65,7 @@ class ClassifierReward:
                 for an object that of ``model.config.name_or_path``.
             label: Label to reward; required with two or more labels.
             max_tokens: Longest text in tokens, or the model's own limit if that is less.
-            batch_size: Number of texts in one forward pass.
             text: Whether to read the prompt and the completion, or the completion alone.
-            device: Torch device.
 
         Raises:
             DprlhfError: the source cannot be loaded, has no trained classification head, or does

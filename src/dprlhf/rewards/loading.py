@@ -44,9 +44,7 @@ def load_rewards(
     """Load the rewards of a recipe, of which the program may pass some or all as objects.
 
     Args:
-        specs: The recipe's rewards.
         given: The rewards that the program passes, in the same order; None if it passes none.
-        device: Torch device of classifiers.
 
     Raises:
         DprlhfError: A reward cannot be loaded, or is not the one that the recipe has.
@@ -71,7 +69,6 @@ def load_reward(
             weight, or a :class:`LoadedReward`, as
             :func:`~dprlhf.data.given_rewards.given_rewards` takes them; without a weight it is 1.
         tokenizer: Tokenizer of a classifier; None takes the one beside the model's weights.
-        device: Torch device of a classifier.
 
     Raises:
         DprlhfError: There is not one reward, or a source cannot be found, exits, or is not a

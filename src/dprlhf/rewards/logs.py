@@ -25,9 +25,6 @@ _TEXT.maxstring = _TEXT.maxother = 1_000
 class CallLog:
     """Takes what one call of a reward logs.
 
-    Args:
-        rows: Number of rows in the call.
-
     Attributes:
         metrics: Names and values, in order.
         extra: Values of each column, ``[rows]``.
@@ -82,7 +79,6 @@ def gathered(calls: Iterable[tuple[CallLog, Sequence[int]]], rows: int) -> Logge
 
     Args:
         calls: The log of each call, with the numbers of its rows.
-        rows: Number of all rows.
     """
     metrics: dict[str, list[float]] = {}
     extra: dict[str, list[Any]] = {}

@@ -97,7 +97,6 @@ class Scorer:
     Asynchronous rewards run side by side, as in TRL; the calls of one reward run one after another.
 
     Attributes:
-        rewards: The rewards that are combined.
         bound: Bound R on the score.
         state: The ``trainer_state`` that rewards get; the run sets it before each round.
     """
@@ -113,7 +112,6 @@ class Scorer:
         """Combine ``rewards`` with their weights.
 
         Args:
-            rewards: Rewards to combine, at least one.
             bound: Bound R on the score, above 0 and finite.
             sink: Receiver of the text captured during :meth:`score`.
             state: The first value of :attr:`state`.
@@ -220,7 +218,6 @@ class _Answers:
     """The answers of one reward for some rows, and what its calls logged.
 
     Attributes:
-        reward: The reward.
         values: Its answers, not yet parsed, ``[rows]``; a Failure where a call failed.
         logs: The log of each call that did not fail, with the numbers of its rows.
     """

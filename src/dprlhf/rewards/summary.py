@@ -18,7 +18,6 @@ class RewardSummary:
     """The weighted sum of the rewards on some public responses, clipped to ±R: public values.
 
     Attributes:
-        responses: Number of responses scored.
         mean: Mean of the clipped sums; a row to which no reward applies counts as 0, as in
             training.
         std: Standard deviation of the clipped sums.

@@ -33,10 +33,6 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     White space around and between words, the case of letters and a full stop at the end do not
     count. In a row without an answer (null) every completion is wrong.
 
-    Args:
-        completions: The completions.
-        answer: The right answer to each prompt.
-
     >>> exact_match([" Red.", "red or blue", [{"role": "assistant", "content": "Blue"}]],
     ...             answer=["red", "red", "blue"])
     [1.0, 0.0, 1.0]
@@ -56,7 +52,6 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     an answer (null) every completion is wrong.
 
     Args:
-        completions: The completions.
         answer: The right answer to each prompt, or a worked solution that marks it, such as the
             column ``answer`` of GSM8K.
 
@@ -81,9 +76,6 @@ def marked_answer(completions: Sequence[Any]) -> list[float]:
     """Format reward: return 1 for each completion that marks an answer, right or wrong, else 0.
 
     :func:`final_answer` says which marks count.
-
-    Args:
-        completions: The completions.
     """
     return _each(lambda text: bool(final_answer(text)), completions)
 

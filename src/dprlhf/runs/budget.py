@@ -45,12 +45,8 @@ def reserve(
     A resumed run finds the reservation that it has and pays nothing.
 
     Args:
-        recipe: The settings.
-        plan: The privacy plan.
-        users: The private users.
         earlier: Runs that the recipe names; those which the book does not know are written down
             in it for these users, unless they are declared to have other users.
-        folder: The run folder; None for a dry run.
         commit: Write the reservation; False only asks whether it would be refused.
 
     Raises:
@@ -119,9 +115,7 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Res
 
     Args:
         recipe: The recipe, whose data and user column count.
-        name: Path or URL of the book.
         source: Name of the recipe, for the book's history.
-        dataset: Name of the data set.
 
     Raises:
         DprlhfError: The data or the book cannot be read, or a user has spent too much already.

@@ -183,7 +183,6 @@ def carried_with(card: dict[str, Any], records: Sequence[Record]) -> Carried:
     """Return the record that travels with the weights: the guarantee, and the terms of all runs.
 
     Args:
-        card: The run's privacy card.
         records: The run's own terms, then those of the runs before it.
     """
     return {"statement": guarantee_sentence(card), "runs": [asdict(r) for r in records]}

@@ -45,10 +45,6 @@ def save_checkpoint(
     """Replace the run's checkpoint by the state after round t, atomically.
 
     Args:
-        folder: The run folder.
-        t: The round.
-        policy: The policy after the round.
-        optimizer: The optimizer after the round.
         others: Further parts of the run by name; each gets a file ``NAME.safetensors``.
         carried: The privacy record that travels with the policy's weights.
     """
@@ -106,7 +102,6 @@ def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
 
     Args:
         checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
-        policy: The policy, which takes the weights.
 
     Raises:
         DprlhfError: The policy's base model is not the run's.

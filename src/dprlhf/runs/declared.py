@@ -53,7 +53,6 @@ def declare(
         sampling: ``poisson`` where each row joined each step independently (Opacus's
             ``poisson_sampling=True``). ``shuffled`` where it was in one batch of each pass: its
             steps then count in full, because no theorem covers the shuffling.
-        program: Name of the program, for the cards.
 
     Returns:
         ε of the declared training alone.

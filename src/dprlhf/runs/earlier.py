@@ -33,7 +33,6 @@ class Record:
 
     Attributes:
         run: Commitment to the run's key, which identifies the run.
-        name: Name of the run's folder.
         stage: Kind of run: ``sft``, ``reward``, ``dpo``, ``feedback``, or ``rl`` for private
             updates.
         unit: The column that names the user; None where each row is a user.
@@ -180,7 +179,6 @@ def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Reco
 
     Args:
         terms: The body of the entry.
-        recipe: The run's recipe.
         name: The name of its folder.
 
     Raises:
@@ -296,7 +294,6 @@ def total_of_runs(
     """Return the records of several runs and of their earlier runs, and the total ε.
 
     Args:
-        runs: Run folders.
         disjoint: Whether the caller declares that no two of the named runs share a user.
         delta: The δ of the total; None takes the largest of the runs' own.
 
@@ -339,7 +336,6 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
     Called before the models are loaded, and again when those from the hub are on this machine.
 
     Args:
-        recipe: The recipe.
         named: The runs (by commitment) whose cost counts.
 
     Raises:

@@ -38,7 +38,6 @@ def attach(folder: Path, carried: Carried) -> None:
 
     Args:
         folder: A folder that ``save_pretrained`` has written, with or without a model card.
-        carried: The record.
     """
     (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n", encoding="utf-8")
     config, card = folder / "config.json", folder / "README.md"
@@ -68,7 +67,6 @@ def mark(model: Any, carried: Carried) -> None:
 
     Args:
         model: A transformers model, or anything else, which is left as it is.
-        carried: The record.
     """
     if getattr(model, "config", None) is not None:
         setattr(model.config, KEY, carried)

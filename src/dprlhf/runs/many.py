@@ -32,9 +32,6 @@ def run_missing(
             several processes it has to be a function of a module.
         jobs: The arguments of each job by the file that keeps its result, the most wanted first.
         side_by_side: Number of processes; 1 runs in this one.
-        write_only: Run nothing, and return what is finished.
-        label: Label of the progress bar.
-        quiet: Show no progress bar.
     """
     done = {file: json.loads(file.read_text("utf-8")) for file in jobs if file.exists()}
     missing = {} if write_only else {f: given for f, given in jobs.items() if f not in done}

@@ -61,13 +61,9 @@ class Result:
     """One measured figure.
 
     Attributes:
-        name: Name of the figure, unique within its file.
-        value: The measured value.
         unit: Unit of the value, ``"1"`` for a ratio.
         goal: The goal in words; an empty string without one.
         holds: Whether the goal was met; None without a goal.
-        command: Command line that measures it again.
-        machine: Description of the machine it was measured on.
         date: Date of the measurement, ISO 8601.
     """
 

@@ -30,7 +30,6 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     """Return the model's README with the standard metadata and a privacy section.
 
     Args:
-        recipe: The run's recipe.
         card: The run's privacy card, from :func:`dprlhf.runs.card.privacy_card`.
         merged: Whether the card is for whole weights, not for the adapter.
     """
@@ -129,11 +128,7 @@ def guarantee_sentence(card: dict[str, Any]) -> str:
 
 
 def in_plain_words(card: dict[str, Any]) -> str:
-    """Return what the guarantee leaves to a guess about one user, for readers without mathematics.
-
-    Args:
-        card: The run's privacy card.
-    """
+    """Return what the guarantee leaves to a guess about one user, without mathematics."""
     if not card["private"]:
         return "nothing is promised: whoever has the model may find out who took part."
     if card["risk"] is None:

@@ -102,7 +102,6 @@ def present(folder: RunFolder, users: Users) -> Users:
     """Return a run's users without those who have withdrawn.
 
     Args:
-        folder: The run folder.
         users: Those of its data, from which rows of withdrawn users may have been deleted.
     """
     held = _withdrawn(folder)
@@ -123,7 +122,6 @@ def withdraw(folder: RunFolder, recipe: AnyRecipe, users: Users, names: Sequence
 
     Args:
         folder: The run folder, of a run that is stopped.
-        recipe: Its recipe.
         users: Those of its data, without those who have withdrawn before.
         names: As for :meth:`dprlhf.data.users.Users.numbers_of`.
 
@@ -164,8 +162,6 @@ def check_declared_rows_unchanged(
 
     Args:
         folder: The run folder, which keeps a digest of the rows.
-        recipe: The recipe of a run of any stage.
-        public: The rows of the evaluation; None without one.
 
     Raises:
         DprlhfError: The evaluation declares its rows public, and has other rows than before.
@@ -189,7 +185,6 @@ def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> 
     each process would put a user on two of them, or in two rounds.
 
     Args:
-        users: The private users.
         gathered: Returns the values of all processes.
 
     Raises:
@@ -222,8 +217,6 @@ def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) 
     """Check that runs declared disjoint have no user of the same name or with the same row.
 
     Args:
-        recipe: The recipe.
-        users: The private users.
         beside: The folder that holds the run's own, where folders of earlier runs may be, too.
 
     Returns:
@@ -264,7 +257,6 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
 
     Args:
         folder: The run's folder; runs in the same parent folder are looked at.
-        users: The private users.
         earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
     runs = runs_beside(folder, earlier)
@@ -284,7 +276,6 @@ def runs_beside(folder: RunFolder, earlier: Earlier) -> list[RunFolder]:
     """Return the private runs in the same parent folder that a run does not count; public facts.
 
     Args:
-        folder: The run's folder.
         earlier: The earlier runs whose cost its total counts.
     """
     counted, found = {record.run for record in earlier.records}, []
@@ -305,7 +296,6 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
     The numbers depend on the users, so they are for ``secret/`` and a terminal, never for a log.
 
     Args:
-        users: The private users.
         cut: Tells which prompts have more tokens than are used, as ``Users.left_out`` takes it.
         most: The bound on the prompts of one user.
     """
@@ -340,9 +330,6 @@ def check_public(
     users' rows as a whole: no declaration makes those public.
 
     Args:
-        recipe: The recipe of a run of any stage.
-        users: The private users.
-        public: The rows of the evaluation; None without one.
         guides: The rows to which ``update.subspace`` is fitted; None without one.
         probed: Number of rows after those of the evaluation by which settings are chosen; None for
             all of them.

@@ -47,7 +47,6 @@ def tracked(
     A tracker that fails is reported once and then ignored: it never stops a run.
 
     Args:
-        spec: The recipe's trackers.
         folder: The run's folder; its name is the trackers' run name.
         config: Public settings, logged as the run's hyperparameters.
     """

@@ -38,7 +38,6 @@ def erase(run: str | Path, users: Sequence[str], *, prompts: Any = None) -> dict
     deleted from the data: the run continues on the rows that are left, as on all of them.
 
     Args:
-        run: The run folder.
         users: Their names in the user column; without one, the numbers of their rows, from 1, in
             the data that the run started with.
         prompts: The run's private rows, if they were in memory.

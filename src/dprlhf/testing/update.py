@@ -111,10 +111,7 @@ class _Trial:
     """Rounds of one update on made-up users.
 
     Attributes:
-        update: The update under test.
-        settings: Its settings.
         fails: How an error message begins.
-        adapter: What the policy trains.
         seed: Seed of the made-up responses and rewards.
     """
 

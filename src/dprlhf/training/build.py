@@ -97,10 +97,6 @@ def load_parts(
     """Load and check everything that a recipe names, and settle what it leaves open.
 
     Args:
-        recipe: The settings.
-        sources: Objects in memory that replace the recipe's data, rewards or policy.
-        processes: This process among those of the launch.
-        quiet: Print nothing.
         folder: The run folder, new or to be continued; None for a dry run.
         counted: Ask the budget book, if there is one, whether it would refuse the run.
 
@@ -190,10 +186,8 @@ def open_run(
     Args:
         recipe: The settings; a new run writes them to its folder.
         folder: The run folder; with ``create`` it must not exist.
-        sources: Objects in memory that replace the recipe's data, rewards or policy.
         create: Start a new run; otherwise continue the one in ``folder``.
         callbacks: Called after every round with its public and released metrics.
-        quiet: Show no progress bars.
         counted: Reserve the cost in the budget book, if there is one; False for a run on made-up
             users.
 
@@ -320,11 +314,6 @@ def say_what_is_left_out(
 
     The numbers tell of users. They go to ``secret/operator.txt`` and, since a job's log is passed
     on, otherwise to a terminal alone.
-
-    Args:
-        stage: The stage.
-        prepared: What was loaded and checked.
-        folder: The run folder; None for a dry run.
     """
     if folder is None and not prepared.quiet:  # the plan of a run says so itself
         print(f"dprlhf: {prepared.recipe.data.kept}", file=sys.stderr)

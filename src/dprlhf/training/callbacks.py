@@ -44,7 +44,6 @@ def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Fu
 
     Args:
         callbacks: Functions, or ``transformers.TrainerCallback`` objects, as of :func:`taken`.
-        folder: The run folder.
         rounds: The number of rounds T.
     """
     from transformers import TrainerCallback

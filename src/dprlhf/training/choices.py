@@ -105,7 +105,6 @@ class Choice:
     """A candidate with its plan, and what that leaves of the signal.
 
     Attributes:
-        candidate: The settings.
         plan: The plan of a run with these settings, from the accountant.
         signal: What was assumed of the users' contributions.
         cosines: Expected cosine between each round's step and the mean gradient, ``[rounds]``.
@@ -197,8 +196,6 @@ def cosines(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     others, and noise has the covariance of C⁻¹.
 
     Args:
-        plan: The run's plan.
-        signal: The users' contributions.
         momentum: μ of the optimizer's average; β₁ of Adam.
     """
     if signal.norm == 0:
@@ -240,7 +237,6 @@ def candidates(
         most_responses: Responses to users' prompts that the run may sample, N·k·(responses).
         rounds: Numbers of rounds T; those that leave fewer than 8 users to a round are left out,
             unless there is one number only.
-        partitions: How users may be assigned to rounds.
         responses: Numbers of responses to a prompt.
     """
     for partition in partitions:
@@ -274,9 +270,6 @@ def guessed_noise(
     arXiv 1911.11607). It is an estimate, on either side of the truth, and used for nothing else.
 
     Args:
-        candidate: The settings.
-        epsilon: ε of the guarantee.
-        delta: δ of the guarantee.
         releases: Number J of noised sums that a round releases.
         replaced: Whether the adjacency is replace-one.
     """
@@ -324,7 +317,6 @@ def best_choices(
     guess beats those found. A candidate that the accountant refuses is left out.
 
     Args:
-        listed: The candidates.
         cost: Returns a candidate's plan; raises :class:`DprlhfError` for one that is refused.
         guess: Returns a plan with a guessed noise multiplier.
         rate: Returns a candidate with its figures.
@@ -366,7 +358,6 @@ def planner(
     Args:
         users: Number N of users.
         epsilon: ε to keep within.
-        delta: δ of the guarantee.
         adjacency: How neighbouring datasets differ.
         releases: Number J of noised sums that a round releases.
     """

@@ -41,7 +41,6 @@ def with_defaults(
         values: Settings by section; what is there stays as it is.
         users: Number N of users; None if it is not known.
         public: Number of public rows; None without any, or if it is not known.
-        model: A model's name or folder, or the model itself.
     """
     made: dict[str, Any] = copy.deepcopy(dict(values))
     policy, evaluation = made.setdefault("policy", {}), made.get("evaluation")
@@ -77,10 +76,7 @@ def completed(
     """Return settings with defaults that follow from the rows themselves.
 
     Args:
-        values: The settings.
         draft: A recipe of these settings, which says how rows are read.
-        sources: Objects in memory that replace what the recipe names.
-        model: The model's name, or the model.
     """
     may_lack = draft.rows_may_lack_prompts
     users = None

@@ -128,7 +128,6 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
 
     Args:
         data: The recipe's section: the columns, and how many tokens are kept.
-        model: The model, whose tokenizer is used.
         examples: The pairs, those of a user adjacent.
     """
     length, most = data.max_completion_tokens, data.max_prompt_tokens

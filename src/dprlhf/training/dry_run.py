@@ -79,7 +79,6 @@ def dry_run_stage(
     """Load and check everything that a supervised stage would, and time some public rows.
 
     Args:
-        recipe: The stage's recipe.
         data: Private rows in memory, as for :func:`dprlhf.train_stage`.
         evaluation_data: Public rows in memory, as for :func:`dprlhf.train_stage`.
 

@@ -43,7 +43,6 @@ class Evaluated:
 
     Attributes:
         rewards: The rewards, ``[prompts]``.
-        responses: One response to each prompt.
         judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
         measures: The built-in measures of the responses, by name.
     """
@@ -115,10 +114,6 @@ def evaluate(
     """Sample one continuation of each public prompt and score it.
 
     Args:
-        policy: The policy that samples the continuations.
-        scorer: The rewards that score them.
-        prompts: Public prompts.
-        rollout: The recipe's sampling settings.
         seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
         max_prompt_tokens: Longer prompts are cut on the left.
         base: Evaluate the base model (the adapter switched off) in place of the policy.
@@ -127,7 +122,6 @@ def evaluate(
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
         processes: The processes that share the prompts, all of which call this function; None for
             this one alone. Each of them returns the whole.
-        compute_metrics: Further measures of the responses; None for none.
 
     Raises:
         DprlhfError: ``compute_metrics`` returns something else than numbers by new names.

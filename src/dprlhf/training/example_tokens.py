@@ -45,8 +45,6 @@ def split_row(
     Texts are tokenized one after the other.
 
     Args:
-        model: The model, whose tokenizer is used.
-        prompt: A text or a conversation.
         completions: Texts (without an end, which is added later) or messages.
         row: What the row of data has for the template (:meth:`CausalLMPolicy.render`).
 

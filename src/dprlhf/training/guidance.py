@@ -32,8 +32,6 @@ class Guidance:
 
     Args:
         settings: The recipe's ``update.subspace``.
-        guides: The public prompts.
-        seed: The recipe's seed.
     """
 
     def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
@@ -172,8 +170,6 @@ def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) 
     There are often more of them than a round has users, and there is memory for a part alone.
 
     Args:
-        policy: The policy that samples.
-        settings: The recipe.
         prompts: Number of prompts of this process.
     """
     if isinstance(settings.update, recipe.PPO):

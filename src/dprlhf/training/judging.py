@@ -29,10 +29,7 @@ def judge_scorers(
     During the run a judge that fails costs no more than its score: the run is not stopped.
 
     Args:
-        recipe: The settled recipe.
         policy: The policy, which samples the responses to try them on.
-        public: The public prompts of the evaluation.
-        device: Torch device of a judge that is a classifier.
 
     Raises:
         DprlhfError: A judge cannot be loaded, or scores none of the responses.

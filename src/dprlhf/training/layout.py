@@ -49,8 +49,6 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
     Args:
         policy: The policy, on its device. Its parameters do not change; whether its users are
             differentiated one at a time may.
-        shapes: The shapes of the run.
-        processes: This process among those of the launch.
 
     Returns:
         A sentence for the privacy card.

@@ -94,8 +94,6 @@ def logits_of(
     """Return each made-up prompt's responses and their logits in the first steps of decoding.
 
     Args:
-        policy: The policy.
-        shapes: The shapes of the run.
         numbers: The number of the made-up user at each place; None for one without a row.
         later: Whether these are contexts of an agent's later turn, which has one response.
     """

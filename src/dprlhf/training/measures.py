@@ -190,8 +190,6 @@ def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) ->
 
     Args:
         policy: The policy that sampled the responses, in its state then.
-        responses: Responses of the policy.
-        batch_size: Number of rows in a forward pass.
     """
     plain = base_logprobs(policy, responses, batch_size)
     if policy.is_base:
@@ -211,7 +209,6 @@ def measure(
 
     Args:
         policy: The policy that sampled the responses, in its state then.
-        responses: One response to each prompt.
         logs: What :func:`token_logs` returns of them; None leaves out the measures that need it.
 
     Returns:

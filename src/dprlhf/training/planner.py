@@ -51,13 +51,11 @@ class Facts:
     """The public facts that a choice follows from.
 
     Attributes:
-        recipe: The recipe as it was given.
         users: Number N of users.
         dimension: Number d of trained parameters.
         probe: The signal and the reward at the start, on public prompts.
         seconds: Seconds a response takes in all, ``rollout``, ``reward`` and ``update``.
         evaluation: Number of public prompts that are evaluated before and after the run.
-        guides: Public prompts of the subspace; None without one.
         model: The constants of the predicted reward; None where nothing predicts it.
     """
 
@@ -138,7 +136,6 @@ def measure(
 
     Args:
         recipe: The settings; rounds and the like may be left to the planner.
-        sources: Objects in memory that replace the recipe's data, rewards or policy.
         responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
         prompts: Most public prompts that the signal is measured on.
 

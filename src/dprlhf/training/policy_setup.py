@@ -28,7 +28,6 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     """Load the recipe's policy, and check that prompts and responses fit into its context.
 
     Args:
-        recipe: The settings.
         **given: Objects in place of what the recipe names, see
             :func:`dprlhf.policies.loading.load_policy`.
 
@@ -65,9 +64,6 @@ def with_prompt_width(
     context.
 
     Args:
-        recipe: The settings.
-        policy: The policy.
-        public: The rows of the evaluation; None without any.
         tools: Tokens that an agent's tools take of each prompt.
 
     Raises:
@@ -123,7 +119,6 @@ def start_adapter(
 
     Args:
         policy: The policy; its adapter is changed in place.
-        recipe: The settings.
         public: Rows of the evaluation; None without it, where the start is random.
         guides: Rows of ``update.subspace``; None without it.
 

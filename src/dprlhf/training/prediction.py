@@ -51,9 +51,6 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
     variance, as it does under noise, in a subspace for as long as its directions stay.
 
     Args:
-        plan: The run's plan.
-        signal: The users' contributions.
-        optimizer: The server-side optimizer.
         clip_norm: The clip norm S, which ``sgd`` steps are proportional to.
     """
     momentum = optimizer.betas[0] if optimizer.name.startswith("adam") else optimizer.momentum

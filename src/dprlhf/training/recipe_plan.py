@@ -52,7 +52,6 @@ def plan_of(
     """Return the privacy plan of a recipe of any stage.
 
     Args:
-        recipe: The settings.
         users: The private users, or their number N.
         opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
             it keeps; empty for a new run, to which add-remove is refused.

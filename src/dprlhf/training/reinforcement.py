@@ -109,16 +109,10 @@ class Result(Summarised):
 class Reinforcement:
     """The stage of private updates; see :class:`dprlhf.training.run.Stage` for its methods.
 
-    Args:
-        recipe: The settings.
-        sources: Objects in memory that replace the recipe's data, rewards or policy.
-
     Attributes:
         recipe: The settings; :meth:`settle` replaces what they leave open.
-        public: The public prompts of the evaluation; None without evaluation.
         agent: Samples the trajectories of a policy with tools; None without them.
         guidance: Finds the subspace of each round; None without one.
-        rewards: The recipe's rewards, loaded.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
         judges: The judges of the evaluation, by name; they see public responses alone.

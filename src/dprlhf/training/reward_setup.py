@@ -55,9 +55,6 @@ def check_rewards(
     any: it is called for one user at a time.
 
     Args:
-        rewards: The rewards.
-        policy: The policy, which samples the responses.
-        recipe: The settings.
         public: Public prompts, or neutral ones that stand in for them.
         columns: The columns of the users' rows.
         private: Whether ``public`` are stand-ins, without columns.

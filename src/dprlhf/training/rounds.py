@@ -160,7 +160,6 @@ def record_secret(
     Args:
         users: Indices of this process's users of round t, ``[users]``.
         outcome: The stage's result of the round; its norms are empty without clipping.
-        seconds: Duration of each phase.
     """
     taken = open_private(outcome.norms)
     clipped = math.isfinite(run.plan.clip_norm)  # else there are no norms to count

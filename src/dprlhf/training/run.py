@@ -64,12 +64,8 @@ class PreparedRun:
         recipe: The settings with nothing left open, as they are written to the run folder.
         plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
         earlier: The earlier runs whose privacy cost counts towards the total.
-        users: The private users.
-        policy: The model that is trained.
         public: All public rows of the recipe's evaluation; None without one.
         guides: The public prompts of ``update.subspace``; None without them.
-        processes: This process among those of the launch.
-        quiet: Whether to print nothing.
         rounding: What the check of rounding on this machine covered, for the privacy card.
     """
 
@@ -94,13 +90,9 @@ class Run(PreparedRun):
     Attributes:
         stage: The part of the training that differs by kind of run.
         reservation: The run's place in the budget book; None without a book.
-        folder: The run folder.
         key: The secret key that allocation and noise are derived from.
-        allocation: The assignment of users to rounds.
-        optimizer: The server-side optimizer of the policy's parameters.
         gate: The only exit for values computed from users. Only the main process has it, so that
             the ledger has one writer.
-        progress: The progress bars.
         callbacks: Functions that get each round's public and released metrics.
         put_back_torch_state: Sets torch's settings to those that the run was checked with.
         told_operator: Whether ``secret/`` has the first error of a reward.
@@ -124,11 +116,9 @@ class Batch:
     """A round's users on this process, with the round's release function and progress bar.
 
     Attributes:
-        t: The round, from 1.
         users: Indices of this process's users, ``[users]``.
         release: The gate for this round: turns the clipped sum over all processes into a noised
             mean, and charges the round on its first call.
-        bar: The round's progress bar.
         tick: Moves the bar on by a number of rows; raises at an interrupt before the charge.
     """
 
@@ -190,9 +180,6 @@ class Stage(Protocol):
     def load_policy(self, public: Users | None) -> CausalLMPolicy:
         """Load the model that is trained.
 
-        Args:
-            public: The rows of the evaluation; None without any.
-
         Raises:
             DprlhfError: It cannot be loaded, or the recipe's rows do not fit into its context.
         """
@@ -233,7 +220,6 @@ class Stage(Protocol):
         """Evaluate a few PUBLIC rows and write the stage's files, as at the end of the run.
 
         Args:
-            prepared: The parts of the run.
             folder: A temporary folder that has recipe, privacy card and ``policy/``.
 
         Raises:

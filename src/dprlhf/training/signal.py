@@ -31,8 +31,6 @@ class Probe:
 
     Attributes:
         signals: The signal for each number of responses to a prompt.
-        reward: The mean reward.
-        prompts: Number of public prompts.
     """
 
     signals: dict[int, Signal]
@@ -53,8 +51,6 @@ def measure_signal(
     With ``update.subspace``, half of the prompts give the directions and the others the signal.
 
     Args:
-        policy: The policy at the start of training.
-        scorer: The recipe's rewards.
         prompts: PUBLIC prompts.
         recipe: The settled settings, with a finite clip norm.
         responses: Numbers of responses to a prompt.

@@ -108,7 +108,6 @@ class Supervised:
     """A supervised stage; see :class:`dprlhf.training.run.Stage` for its methods.
 
     Args:
-        recipe: The settings.
         task: The task, which turns rows of data into tokens and losses.
         tokens: The largest number of tokens in a row of data.
         widths: The largest numbers of tokens before what is learnt, and of what is learnt.

@@ -51,7 +51,6 @@ def made_up_rows(data: Data, schema: pa.Schema, usual: dict[str, Any]) -> list[P
     """Return made-up rows of the form that the types of the users' columns give.
 
     Args:
-        data: The section of the users' rows.
         schema: The types of their columns, which are public.
         usual: A value of each column whose values are no texts, such as that of the labels.
 

@@ -40,8 +40,6 @@ def seconds_a_response(
     The gradient is discarded: nothing is released and the policy does not move.
 
     Args:
-        policy: The policy.
-        scorer: The recipe's rewards.
         prompts: Public prompts, repeated until they fill a micro-batch.
         recipe: The settled recipe, in which ``rollout.batch_size`` is a number.
         keeps: Whether sampling keeps what it computes for the gradients, as in the run.
@@ -121,11 +119,9 @@ def seconds_a_row(
     """Time the gradient of some PUBLIC rows of a supervised stage; the gradient is discarded.
 
     Args:
-        policy: The model that is trained.
         task: The stage's task, which turns rows into tokens and losses.
         rows: Public rows.
         batch_size: Sequences in a micro-batch.
-        clip_norm: The clip norm S.
 
     Returns:
         Seconds per row of data; a preference pair is one row with two sequences.

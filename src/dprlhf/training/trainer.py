@@ -137,9 +137,7 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
     """Return what an operator wants to read before the first round; all of it is public.
 
     Args:
-        run: The run.
         seconds: Seconds of a round on one process, as public rows take; None if unknown.
-        card: The run's privacy card.
     """
     plan, trained = run.plan, run.recipe.trained
     rollout = run.recipe.rollout if isinstance(run.recipe, Recipe) else None
@@ -192,8 +190,6 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
     for the time of the rehearsal. Only public rows are read.
 
     Args:
-        stage: The stage.
-        prepared: What was loaded and checked.
         beside: An existing folder on the disk that the run will write to; None for any.
 
     Raises:

@@ -43,12 +43,9 @@ def evaluate_on(
     """Sample and score one response to each public prompt.
 
     Args:
-        policy: The policy.
         recipe: The recipe, with a section ``evaluation``.
         users: The private users, among whom no public row may be.
         rows: The public rows, a ``datasets.Dataset``.
-        rewards: The rewards.
-        compute_metrics: Further measures of the responses; None for none.
         log_probs: Measure KL and perplexity, too, as evaluations during a run do.
         first: Sample for so many of the rows alone; None for all.
 
@@ -102,7 +99,6 @@ def check_best(metric: str, found: Evaluated) -> None:
     """Check that evaluations during a run have the metric of ``metric_for_best_model``.
 
     Args:
-        metric: The setting.
         found: An evaluation with KL and perplexity.
 
     Raises:

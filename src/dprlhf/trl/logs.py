@@ -74,7 +74,6 @@ class Log:
 
     Args:
         callbacks: ``transformers.TrainerCallback`` objects or classes.
-        args: The trainer's config.
 
     Raises:
         DprlhfError: A callback is of another type.

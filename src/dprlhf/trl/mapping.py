@@ -41,7 +41,6 @@ def recipe_of(
     """Return the recipe of a private trainer.
 
     Args:
-        config: The trainer's config.
         model: Hub id or folder of the model, or the model itself.
         adapter: The section ``policy.adapter``; None takes the default for the model.
         rewards: The section ``rewards``.
@@ -192,12 +191,7 @@ def _evaluation(args: Any) -> dict[str, Any]:
 
 
 def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
-    """Return a warning if the warm-up has more steps than the run has rounds, else None.
-
-    Args:
-        config: The trainer's config.
-        recipe: Its recipe.
-    """
+    """Return a warning if the warm-up has more steps than the run has rounds, else None."""
     args: Any = config
     steps, rounds = args.warmup_steps, recipe.rounds
     if recipe.optimizer.warmup == 0 or steps < 1 or steps <= rounds:

@@ -28,8 +28,6 @@ def continued(recipe: R, folder: RunFolder, again: bool | str | Path) -> R:
     """Return the recipe of the run to continue, if it is a trainer's own.
 
     Args:
-        recipe: The trainer's recipe.
-        folder: Its run folder.
         again: True, the run folder, or the checkpoint in it.
 
     Raises:

@@ -40,7 +40,6 @@ def names_of(rewards: Sequence[GivenReward], environments: Any = None) -> list[s
     """Return the names of rewards in the logs, as TRL gives them.
 
     Args:
-        rewards: The rewards.
         environments: TRL's ``environment_factory``, whose classes name the reward that they give.
     """
     return [_name(reward.settings, reward.given, environments) for reward in rewards]

@@ -24,9 +24,7 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
 
     Args:
         tuned: The result of a search.
-        source: The recipe's file.
         overrides: The overrides with which it was searched; they are written into the file.
-        output: The new file.
 
     Raises:
         DprlhfError: The file cannot be written.

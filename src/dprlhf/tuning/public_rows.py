@@ -69,7 +69,6 @@ def public_rows(
     along directions from its own gradient a stand-in would do better than any user.
 
     Args:
-        recipe: The recipe of the private run.
         file: A file of public prompts, with the columns of the recipe's data, to be taken in place
             of the evaluation's rows.
         rows: Public rows in memory in place of those that ``recipe.evaluation`` names.
@@ -137,7 +136,6 @@ def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
     """Return the prompts that stand in for nobody: those of the final evaluation and ``subspace``.
 
     Args:
-        recipe: The recipe of the private run.
         found: The rows of its evaluation; None reads them.
         rows: As for :func:`public_rows`.
     """

@@ -46,8 +46,6 @@ class Search:
     """A search that can be continued: its trials are kept in a file as they end.
 
     Args:
-        recipe: The recipe as it is.
-        public: The public prompts.
         keys: The keys to search, from :func:`~dprlhf.tuning.space.keys_of`.
         storage: File of the trials. With the file of an earlier call, the search goes on.
         minutes: Duration of this call.

@@ -135,12 +135,9 @@ class Parameter:
     """One choice in a trial.
 
     Attributes:
-        key: The recipe's key.
         name: The parameter's name for the sampler: the key, with what its range belongs to.
         own: The recipe's own value, or the middle of the range.
         choices: The values to choose from, each as JSON; None for a range.
-        low: Lower end of a range.
-        high: Upper end of a range.
     """
 
     key: str
@@ -155,8 +152,6 @@ def draw(own: Recipe, keys: Sequence[str], choose: Callable[[Parameter], Any]) -
     """Choose a value for each key that this recipe can search, in the order of the table.
 
     Args:
-        own: The recipe as it is.
-        keys: The keys to search.
         choose: Returns the value of a parameter: one of its choices as JSON, or a number.
 
     Returns:

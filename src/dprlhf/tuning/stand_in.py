@@ -119,7 +119,6 @@ def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
     """Return a bound on the variance that thinning adds to a round's mean, over that of the noise.
 
     Args:
-        plan: The plan of the private run.
         stand_ins: Number N′ of stand-ins.
         dimension: Number d of released coordinates.
 
@@ -153,7 +152,6 @@ def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None)
     """Return the plan of a run of stand-ins whose released means have the private run's noise.
 
     Args:
-        private: The plan of the private run.
         stand_ins: Number N′ of stand-ins.
         clip_norm: Clip norm S of the stand-in run; None for that of the private plan.
 
@@ -198,7 +196,6 @@ def run_stand_ins(
     a temporary one without a guarantee, which is removed at the end.
 
     Args:
-        recipe: The recipe of the private run.
         public: The public prompts, from :func:`~dprlhf.tuning.public_rows.public_rows`.
         users: Number N of private users; None takes :func:`count_users`.
         stand_ins: Number N′ of stand-ins; None takes N.

@@ -21,7 +21,6 @@ class Tried:
         score: Mean over the runs of the public reward at the end, minus the KL penalty.
         standard_error: Standard error of its rise over the base model on the same prompts: of one
             run over its prompts, together with that over runs.
-        runs: Number of runs.
         seconds: Mean duration of a run.
         kl: Mean KL(π ‖ base) of a response at the end, in nats.
         excess: :attr:`StandInRun.excess` of these settings.

@@ -54,7 +54,6 @@ def token_weights(
     """Return the weight of each token's ∇ log π, ``[rows, response]``.
 
     Args:
-        responses: The round's responses.
         advantages: Advantages divided by the user's number of responses, ``[rows]``; with rewards
             by turn those of each token, ``[rows, response]``.
         log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.

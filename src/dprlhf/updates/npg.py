@@ -66,8 +66,6 @@ def response_examples(
     """Return one example for each response: feature √ρ ∇ log π(y|x) and target √ρ Â.
 
     Args:
-        responses: The round's responses.
-        scores: Rewards, ``[rows]``.
         valid: Mask of the users with valid rewards, ``[users]``; the examples of others are zero.
         ratio: Truncated importance ratio ρ of each row, ``[rows]``.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.

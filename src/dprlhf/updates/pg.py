@@ -57,7 +57,6 @@ def round_advantage_weights(
     With rewards by turn the weights are those of each token.
 
     Args:
-        round_: The round: its responses and scores.
         baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
         ratio: The importance ratio of each row, ``[rows]``; None means 1.
     """

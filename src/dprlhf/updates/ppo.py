@@ -116,7 +116,6 @@ def train_copies(
         policy: The policy π_t, whose parameters are θ₀.
         responses: The responses of all of the round's users.
         weights: Weight of each response token in the surrogate, ``[all rows, response]``.
-        batch: The users and rows of the micro-batch.
         spec: The local step size and number of steps.
         bound: Largest ‖θ − θ₀‖ after the projection.
 

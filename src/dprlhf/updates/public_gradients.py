@@ -47,14 +47,10 @@ def public_gradients(
     Neither clipped nor released; the policy does not move.
 
     Args:
-        policy: The policy π_t.
         responses: Responses to PUBLIC prompts, sampled as those of the round's users.
         scores: Their rewards, ``[rows]``.
-        update: The recipe's update.
-        kl: The recipe's KL penalty.
         reward_range: The bound R on rewards.
         optimizer: The server-side optimizer, whose state some updates read.
-        t: The round, from 1.
         tick: Called with the number of rows done since the last call.
 
     Raises:
@@ -100,11 +96,8 @@ def likelihood_gradients(
     writes. ``[users, dimension]``; the policy does not move.
 
     Args:
-        policy: The policy π_t.
         responses: Responses to PUBLIC prompts, two or more to each.
-        batch_size: Number of rows in a forward and backward pass.
         optimizer: The server-side optimizer; it is not stepped.
-        t: The round, from 1.
     """
     tokens = np.maximum(responses.policy_mask.numpy().sum(1), 1)
     values = base_logprobs(policy, responses, batch_size).sum(1) / tokens

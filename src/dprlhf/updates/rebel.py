@@ -75,7 +75,6 @@ def response_pairs(responses: Responses, scores: Scores, valid: NDArray[np.bool_
 
     Args:
         responses: The round's responses, an even number for each prompt.
-        scores: Rewards, ``[rows]``.
         valid: Mask of the users with valid rewards, ``[users]``; the pairs of others are zero.
     """
     rows = np.arange(len(responses.user))
@@ -103,7 +102,6 @@ def loss_weights(
 
     Args:
         responses: The round's responses, an even number for each prompt.
-        scores: Rewards, ``[rows]``.
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         moved: Log-ratio Δ = log π_θ(y|x) − log π_t(y|x) of each response, ``[rows]``.
         eta: The step size η of the loss.

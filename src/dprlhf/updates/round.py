@@ -66,16 +66,13 @@ class PrivateRound(Generic[P, R]):
 
     Attributes:
         policy: The policy π_t; :meth:`step` moves it.
-        responses: All responses of the round's users.
         scores: Rewards less the KL penalty, ``[rows]``; ``[rows, response]`` where the penalty is
             taken token by token.
         plan: Clip norm, noise multiplier and divisor of every release.
         telemetry: The coordinates behind each user's vector in the round's first release, inside
             the same clip norm and noise, which release the mean reward.
-        optimizer: The server-side optimizer of the policy's parameters.
         reduce: Sums a tensor over all processes.
         gate: Turns the sum over all processes into a released mean.
-        t: The round, from 1.
         tick: Called with the number of rows done since the last call; for progress bars.
         subspace: The subspace in whose coordinates users' vectors are clipped and released; None
             for the coordinates of the parameters.
@@ -118,7 +115,6 @@ class PrivateRound(Generic[P, R]):
         :meth:`step` moves the policy: KL penalty and importance ratios share it.
 
         Args:
-            batch_size: Number of rows computed at once.
             every_row: Compute all rows. Otherwise rows sampled from π_t may be left at 0.
         """
         if self._log_ratio is None or every_row > self._log_ratio[0]:
@@ -134,7 +130,6 @@ class PrivateRound(Generic[P, R]):
         Args:
             weights: Weight of each row's ∇ log π, ``[rows]``, or of each response token's,
                 ``[rows, response]``.
-            batch_size: Number of rows differentiated at once.
         """
         if self.subspace is not None:
             return self.clipped_vectors(
@@ -280,7 +275,6 @@ def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]
     out. What a user's other rows weigh does not change.
 
     Args:
-        responses: The round's responses.
         valid: Mask of the users with valid rewards, ``[users]``.
     """
     left_out = getattr(responses, "left_out", None)  # only a language model's rows have it

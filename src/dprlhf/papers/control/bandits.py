@@ -82,7 +82,6 @@ class Bandit:
 
     Attributes:
         d: Dimension of the features.
-        arms: Number of responses to choose from in each context.
         truth: Parameter w* of the mean reward, ``[d]``.
         fresh: Features of contexts to evaluate on, ``[contexts, arms, d]``.
     """

@@ -99,8 +99,6 @@ class LogLinearSoftmax:
     that have an order (a torque of −1, 0 or 1): d = size.
 
     Attributes:
-        size: Number of entries of an observation.
-        actions: Number of actions.
         scale: Public constants that observations are multiplied by, ``[size]``; an entry whose
             scale is 0 is not read, and has no parameters.
         levels: Public constants that order the actions, ``[actions]``.
@@ -165,9 +163,6 @@ class MLPSoftmax:
     """Linear(size, hidden)-ReLU-Linear(hidden, actions)-Softmax (He & Zhou, appendix H).
 
     Attributes:
-        size: Number of entries of an observation.
-        actions: Number of actions.
-        hidden: Number of hidden units.
         scale: Public constants that observations are multiplied by, ``[size]``.
     """
 
@@ -244,8 +239,6 @@ class LinearAction:
     """a = center + spread · (W x + b), deterministic: only ``pgpe`` can train it.
 
     Attributes:
-        size: Number of entries of an observation.
-        actions: Number of entries of an action.
         scale: Public constants that shifted observations are multiplied by, ``[size]``.
         shift: Public constants subtracted from observations, ``[size]``.
         spread: Factor from W x + b to the action's distance from ``center``.

@@ -31,7 +31,6 @@ class MeasuredRow:
     """A row with the results of its seeds.
 
     Attributes:
-        row: What was run.
         runs: One result for each seed: its ``value``, and what the row's kind adds.
     """
 
@@ -60,14 +59,9 @@ def run_table(
 
     Args:
         table: A key of :data:`TABLES`.
-        seeds: Number of seeds of each row.
-        jobs: Number of parallel processes.
-        recipes: Folder of the recipes.
         cache: Folder of finished runs.
         only: Take rows whose name contains this, and no others.
         changes: Settings that replace those of every row, for runs in miniature.
-        write_only: Run nothing, and return what is finished.
-        quiet: Whether to hide the progress bar.
 
     Raises:
         DprlhfError: a recipe is unknown or cannot run.

@@ -181,8 +181,6 @@ class ControlRecipe(Settings):
         environment: Name of the task (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`).
         users: Number N of users; a user is one trajectory.
         rounds: Number T of rounds.
-        privacy: The privacy budget.
-        policy: The policy that is trained.
         update: The algorithm: ``pg``, ``npg`` or ``pgpe``.
         optimizer: The server-side optimizer, which steps along what each round releases.
         evaluation_episodes: Fresh simulated trajectories that evaluate the final policy.

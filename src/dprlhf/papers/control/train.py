@@ -55,7 +55,6 @@ def train(
     """Train on simulated users; the ledger lasts as long as the run, for they are nobody.
 
     Args:
-        recipe: what to run.
         key: 32 secret bytes: allocation and noise come from it.
         seed: Seed of the simulated users, and of the fresh trajectories that evaluate.
         environment: in place of the recipe's name.

@@ -69,10 +69,8 @@ def collect(
     """Return the trajectories of a round's users.
 
     Args:
-        environment: The task.
         policy: The form of π_θ.
         theta: Parameters θ, ``[d]``.
-        allocation: Which users take part in which round.
         round_: Round t, from 1.
         seed: Seed of the simulated population; user u's random numbers come from (seed, u).
         directions: Public perturbations, ``[directions, d]``: each user draws one of them and a

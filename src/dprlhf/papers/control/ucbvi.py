@@ -120,7 +120,6 @@ def ucbvi(
     """Return the expected regret of each episode, ``[runs, episodes]``.
 
     Args:
-        environment: The Markov chain.
         episodes: Number K of episodes.
         counting: How the counts are released.
         bonus: Factor of the exploration bonus; 1 is the theory's.

@@ -56,7 +56,6 @@ class ControlRound:
         number: Round t, from 1.
         policy: The form of π_θ.
         theta: Parameters θ_t, ``[d]``, float64; the update moves them.
-        trajectories: Trajectories of the round's users.
         plan: The clip norm S, the noise multiplier and the expected batch size.
         gate: The run's way from a clipped sum to a released mean.
         optimizer: The optimizer of θ, which sees released values only.

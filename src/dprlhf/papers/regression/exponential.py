@@ -141,7 +141,6 @@ def choose(
     Args:
         units: Losses L(w) from :func:`total_units`, summed over all processes, ``[candidates]``.
         epsilon: Privacy loss ε of the choice; infinite takes the smallest loss.
-        adjacency: The neighbouring relation of datasets.
         key: Secret key; a pair of key and context is used for one choice only.
         context: Name of this use of the key.
     """

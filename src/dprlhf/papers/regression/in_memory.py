@@ -76,7 +76,6 @@ class InMemorySelect:
         features: Features φ, ``[users, d]``, float64.
         targets: Targets A, ``[users]``, float64.
         epsilon: Privacy loss ε of the choice, with δ = 0.
-        adjacency: The neighbouring relation of datasets.
         key: Secret key, for this choice only.
     """
 

@@ -132,7 +132,6 @@ class ISSP:
             epsilon: Privacy loss ε of this fit; infinite adds no noise, and the test fails only for
                 a user with a leverage above τ_0 or a residual above ρ_0.
             delta: Failure probability δ of this fit.
-            adjacency: The neighbouring relation of datasets.
             uniform: Secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
             normals: Secret standard normal draws, ``[d]``, for the release.
 

@@ -28,8 +28,6 @@ class Records:
     """The public records of one run.
 
     Attributes:
-        folder: The run folder.
-        recipe: Its recipe.
         card: Content of ``privacy.json``; empty where it is missing or damaged.
         entries: The ledger's entries, verified by their chain of hashes.
         runs: The terms of this run, then those of the earlier runs that it names.

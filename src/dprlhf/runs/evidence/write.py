@@ -49,7 +49,6 @@ def write_evidence(
     """Write the evidence on a run, from its public files alone.
 
     Args:
-        run: The run folder.
         out: The folder to write to; None takes ``comply`` in the run folder.
         limit: The organisation's threshold for ε; an alert says when it was crossed.
         date: The day to state; None takes today's, in UTC.
@@ -110,7 +109,6 @@ def answers_of(records: Records, risk: dict[str, Any] | None) -> list[tuple[str,
     """Return each question with its answer and the files that the answer rests on.
 
     Args:
-        records: The run's records.
         risk: What a guess can gain; None where no guarantee stands.
     """
     total, before, card = records.total, records.before, records.card

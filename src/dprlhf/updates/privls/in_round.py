@@ -74,10 +74,8 @@ def solve(
 
     Args:
         round_: The round, whose users are asked and whose gate releases the answers.
-        examples: The users' examples.
         spec: The recipe's oracle and its settings; W is its ``radius``.
         target_bound: Bound R on a target; ``spec.target_bound`` takes precedence.
-        batch_size: Number of rows differentiated at once.
     """
     dimension = round_.policy.dimension
     oracle = make_oracle(
@@ -123,8 +121,6 @@ class RoundRelease:
     Attributes:
         round_: The round, whose gate releases the answers.
         examples: The users' features and targets.
-        size: Dimension of the features.
-        batch_size: Number of rows differentiated at once.
         read: Returns the tensor inside a ``Released`` for the oracle.
         gain: Factor on users' contributions before they are clipped.
         several: Whether there will be more than one call, so that features are worth caching.

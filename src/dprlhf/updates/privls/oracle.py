@@ -79,7 +79,6 @@ class Guarantee:
     Attributes:
         epsilon: Upper bound ε; infinite for a fit without noise.
         delta: Failure probability δ; 0 for pure differential privacy.
-        adjacency: The neighbouring relation of datasets.
         mechanism: Description of the mechanism, in words.
     """
 
