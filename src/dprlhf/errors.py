@@ -30,12 +30,7 @@ class InterruptedRunError(KeyboardInterrupt):
 
 
 def missing_path(said: str, path: str) -> DprlhfError:
-    """Return the error of a file that is not there; of a relative path, it says where that starts.
-
-    Args:
-        said: What the message says of the file.
-        path: The path as the recipe has it.
-    """
+    """Return the error of a missing file; of a relative path, it says where that starts."""
     if Path(path).is_absolute():
         return DprlhfError(said)
     return MissingPathError(f"{said}: paths start at {Path.cwd()}")
@@ -78,12 +73,7 @@ REMOVED = {
 
 @contextlib.contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Say what to install where the imports inside lack a package.
-
-    Args:
-        name: The extra of this package that brings it.
-        what: What needs it.
-    """
+    """Say what to install where the imports inside lack a package."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -10,9 +10,6 @@ from dprlhf.errors import DprlhfError
 def split_revision(source: str) -> tuple[str, str | None]:
     """Return a hub id and the branch, tag or commit behind its ``@``; None without one.
 
-    Raises:
-        DprlhfError: It is on this machine, where there are no revisions.
-
     >>> split_revision("org/model@v2"), split_revision("org/model")
     (('org/model', 'v2'), ('org/model', None))
     """
@@ -30,12 +27,7 @@ def pinned(source: str, revision: str | None, key: str) -> dict[str, str]:
     """Return what a loader is told about the revision of ``source``: nothing, or which.
 
     Args:
-        source: as the recipe names it.
         revision: a branch, tag or commit of it; None takes what the hub has now.
-        key: the recipe's key of the revision.
-
-    Raises:
-        DprlhfError: there is a revision, but the source is on this machine.
     """
     if revision is None:
         return {}
@@ -51,12 +43,7 @@ def check_reachable(source: str, revision: str | None, key: str) -> None:
     misspelt.
 
     Args:
-        source: As the recipe names it.
         revision: A branch, tag or commit of it; None is the main branch.
-        key: The recipe's key of the source.
-
-    Raises:
-        DprlhfError: It is not on this machine, and there is no connection to the hub.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -81,9 +68,6 @@ def check_connection(missing: str) -> None:
 
     Args:
         missing: Start of the message: what is missing, and where it was looked for.
-
-    Raises:
-        DprlhfError: There is no connection to the hub.
     """
     from huggingface_hub import constants
 

@@ -82,12 +82,9 @@ class Trajectory:
 
     Attributes:
         asked: The conversation that the policy answers.
-        prompt: Its tokens.
-        tools: The functions that the policy may call, by name.
         tokens: The response so far: what the policy wrote and what tools answered.
         own: 1 for each of these that the policy wrote, else 0.
         turn_rewards: The environment's score of each turn, where it gives one.
-        failed: Whether it broke off with an error.
     """
 
     asked: Any
@@ -156,7 +153,6 @@ class Agent:
     for each trajectory and generators of its own close the common ways.
 
     Args:
-        tools: Functions with type hints and a docstring, sync or async.
         environment_factory: Makes an environment; its public methods are tools, but for ``reset``,
             ``get_reward`` and ``get_turn_reward``. A dictionary has a factory for each name that
             the column ``environment`` may hold, and the tools of a trajectory are those of its own.
@@ -169,9 +165,6 @@ class Agent:
         in_rounds: Whether rounds may have begun. How many environments there have been depends on
             the users from then on, so one that comes twice may not end the run, not even on public
             prompts.
-
-    Raises:
-        DprlhfError: A tool has no name or no schema, or an environment no ``reset``.
     """
 
     def __init__(
@@ -201,11 +194,7 @@ class Agent:
         self.shown = list({tool.__name__: tool for one in self._shown for tool in one}.values())
 
     def attach(self, policy: CausalLMPolicy) -> int:
-        """Let the chat template show the tools, check that it can, and return their tokens.
-
-        Raises:
-            DprlhfError: The template leaves out tools, calls or answers.
-        """
+        """Let the chat template show the tools, check that it can, and return their tokens."""
         tokens = []
         for shown in self._shown:
             policy.tools = shown
@@ -214,14 +203,7 @@ class Agent:
         return max(tokens)
 
     def check_columns(self, names: Sequence[str]) -> None:
-        """Check that rows name their environment where there are several.
-
-        Args:
-            names: The names of the users' columns, which are public.
-
-        Raises:
-            DprlhfError: The column is missing.
-        """
+        """Check that rows name their environment where there are several."""
         if self.several and ENVIRONMENT not in names:
             raise DprlhfError(
                 f"rollout.agent.environment: with environments by name ({self._names}), each row"
@@ -274,11 +256,7 @@ class Agent:
 
 
 def factories_by_name(factory: EnvironmentFactories | None) -> dict[Any, EnvironmentFactory]:
-    """Return factories by name: a single one has the name None, and without one there is none.
-
-    Raises:
-        DprlhfError: One cannot be called.
-    """
+    """Return factories by name: a single one has the name None, and without one there is none."""
     if factory is None:
         return {}
     factories: dict[Any, Any] = dict(factory) if isinstance(factory, Mapping) else {None: factory}

@@ -50,8 +50,6 @@ def read_turn(
     Args:
         policy: The policy, for its tokenizer; ``response_template`` of the tokenizer says how the
             model writes calls, and :data:`PLAIN` where there is none.
-        before: All tokens before the turn.
-        tools: The tools; their type hints turn arguments into numbers or texts.
 
     Returns:
         A message ``{"role", "content", …}``. A turn that cannot be read, such as one with a call
@@ -119,12 +117,6 @@ def check_chat(policy: CausalLMPolicy) -> int:
     """Check on a made-up conversation that the chat template shows tools, calls and answers.
 
     Returns the number of tokens that the tools take of each prompt.
-
-    Args:
-        policy: The policy, whose ``tools`` its template shows.
-
-    Raises:
-        DprlhfError: The template leaves something out, or transformers is too old.
     """
     try:
         import transformers.utils.chat_parsing  # noqa: F401

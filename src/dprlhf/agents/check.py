@@ -34,9 +34,6 @@ def check_fresh(agent: Agent, trajectories: float) -> None:
 
     Args:
         trajectories: The average number of trajectories of a round, which is public.
-
-    Raises:
-        DprlhfError: A factory returned one twice, or failed.
     """
     count = min(math.ceil(2 * trajectories), _MOST_ENVIRONMENTS)
     with OwnRandomness(0)():
@@ -59,9 +56,6 @@ def check_apart(
 
     Args:
         prompts: Public conversations, at least one.
-
-    Raises:
-        DprlhfError: A trajectory came out otherwise.
     """
     some = _in_all_environments(policy, prompts.first(_PROMPTS))
     # Each keeps its place, whoever else there is, as a user does.

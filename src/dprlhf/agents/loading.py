@@ -23,8 +23,6 @@ def load_sampler(
     """Return what samples the trajectories of a recipe.
 
     Args:
-        spec: The section ``rollout.agent``.
-        tools: The tools that the program passes; None for those that the recipe names.
         environment_factory: The factory that the program passes, or several by name; None for
             those of the recipe.
 

@@ -61,9 +61,6 @@ class AgentSampler:
         """Let a policy act: its template shows the tools, and its turns call them.
 
         Returns the number of tokens that the tools take of each prompt.
-
-        Raises:
-            DprlhfError: The policy's chat template cannot show them.
         """
         policy.sampler = self
         return self.agent.attach(policy)
@@ -109,12 +106,7 @@ class AgentSampler:
 
 
 class _Turns:
-    """The turns of some trajectories.
-
-    Args:
-        policy: The policy, its adapter on or off as the caller has it at each turn.
-        sampler: The agent, and where the tools' output goes.
-    """
+    """The turns of some trajectories."""
 
     def __init__(
         self,
@@ -192,7 +184,6 @@ class _Turns:
         """Let trajectories act until each has ended.
 
         Args:
-            rows: The trajectories, those of a prompt adjacent.
             prompts: What they answer, for their places.
             draws: Their uniform numbers, ``[prompts, responses, max_new_tokens]``.
         """

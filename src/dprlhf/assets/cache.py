@@ -32,7 +32,6 @@ class AssetStatus:
     """State of one asset: a line of ``dprlhf assets list``.
 
     Attributes:
-        path: Folder of the asset, ready or not.
         size: Size in bytes; 0 where not ready.
     """
 

@@ -78,7 +78,6 @@ def split(
 
     Args:
         frame: Texts with columns ``text`` and ``label``, in the order of the source.
-        small: Number of rows of the small part.
         seed: Seed of the permutation.
 
     Returns:

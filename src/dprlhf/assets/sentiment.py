@@ -38,14 +38,12 @@ def train_sentiment(
     state of torch is left as it was.
 
     Args:
-        encoder: Folder of a BERT encoder and its tokenizer.
         data: Folder with ``train.parquet`` and ``test.parquet`` (columns ``text``, ``label``;
             label 0 is negative, 1 is positive).
         out: Folder to write: model and tokenizer for ``AutoModelForSequenceClassification`` and
             ``AutoTokenizer``, and ``metrics.json`` with the accuracy and the distribution of
             logit(POSITIVE) − logit(NEGATIVE) on the test sentences.
         seed: Seeds the new head, the dropout and the order of the batches.
-        batch_size: Sentences per step.
         learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
             there linearly to zero.
 

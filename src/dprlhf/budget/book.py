@@ -201,7 +201,6 @@ class Book:
 
         Raises:
             BookError: The book is down, locked, read-only, damaged, or older than a ledger.
-            DprlhfError: A user would exceed a budget, or the data set is unknown or another unit's.
         """
         question = Question(spending, dataset, unit, earlier, marks)
         passed: set[Cost] = set()

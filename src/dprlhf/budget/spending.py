@@ -25,7 +25,6 @@ class Spending:
     """What a run costs each of its users.
 
     Attributes:
-        run: Commitment to the run's key, which identifies the run.
         stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``, ``feedback``.
         mechanism: What the whole run releases; None where users are only enrolled.
         times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
@@ -44,9 +43,6 @@ class Mark:
     """What a run's ledger says of the book, by which a book from a backup is noticed.
 
     Attributes:
-        run: Commitment to the run's key.
-        book: Identifier of the book.
-        reservation: Number of the run's reservation.
         counter: The book's counter when the ledger was opened.
     """
 
@@ -61,10 +57,8 @@ class Reservation:
     """A run's place in the book, for its ledger and its card; nothing of it is secret.
 
     Attributes:
-        book: Identifier of the book, random.
         counter: The book's counter after the reservation.
         epsilon: Lifetime budget of its users at ``delta``.
-        delta: δ of the budget.
     """
 
     book: str
@@ -95,10 +89,7 @@ class Cost:
     """What a user has spent, or would have spent with a run, and the budget that it must keep to.
 
     Attributes:
-        dataset: Name of the data set whose budget it is.
         budget: Lifetime budget ε of the data set.
-        delta: δ of the budget.
-        adaptive: Whether later plans may follow from earlier results.
     """
 
     terms: frozenset[tuple[Mechanism, int]]

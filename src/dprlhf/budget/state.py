@@ -143,7 +143,6 @@ def costs_of(
 
     Args:
         owed: What users with each history have yet to pay; those who owe nothing are left out.
-        dataset: The data set of the run that asks.
     """
     found = set()
     for history, spendings in owed.items():

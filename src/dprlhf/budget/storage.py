@@ -63,9 +63,6 @@ class Storage:
         Args:
             write: Take SQLite's lock at once; in PostgreSQL, :func:`lock` takes it.
             commit: Keep the changes; False takes them back at the end.
-
-        Raises:
-            BookError: The database does not answer, is locked, read-only or damaged.
         """
         with self._one_line(), self.engine.connect() as connection:
             if self.path is not None:
@@ -97,11 +94,7 @@ class Storage:
             connection.rollback()
 
     def check_pages(self, connection: sa.Connection) -> None:
-        """Read a SQLite file through, so that a damaged page is found before it is needed.
-
-        Raises:
-            BookError: A page is damaged.
-        """
+        """Read a SQLite file through, so that a damaged page is found before it is needed."""
         found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
         if found != "ok":
             raise BookError(
@@ -172,7 +165,6 @@ def open_storage(name: str, *, create: bool = False) -> Storage:
 
     Args:
         name: Path of a SQLite file, or a URL ``postgresql://HOST/DATABASE``.
-        create: Make the SQLite file if there is none.
 
     Raises:
         BookError: The name is not that of a book, there is no such file, this account may not read
@@ -260,11 +252,7 @@ def _careful(connection: Any, _: Any) -> None:
 
 
 def lock(connection: sa.Connection) -> sa.Row[Any]:
-    """Lock the book's row until the transaction ends, and return it.
-
-    Raises:
-        BookError: There is no such row.
-    """
+    """Lock the book's row until the transaction ends, and return it."""
     row = connection.execute(sa.select(BOOK).with_for_update()).one_or_none()
     if row is None:
         raise BookError("budget book: damaged (it has no number). Nothing was spent")
@@ -327,11 +315,7 @@ def _write_key(path: Path) -> None:
 
 
 def check_mode(path: Path) -> None:
-    """Refuse a file that everybody on the machine can read.
-
-    Raises:
-        BookError: Others have a right to it.
-    """
+    """Refuse a file that everybody on the machine can read."""
     if path.stat().st_mode & 0o007:
         raise BookError(f"{path}: everybody can read it, and it is secret: chmod 600 {path}")
 

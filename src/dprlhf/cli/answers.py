@@ -54,20 +54,12 @@ def take_stage(context: typer.Context, stage: str) -> str:
 
 
 def check_model(model: str, _: Mapping[str, Any]) -> None:
-    """Check that the model is named, and that a folder that is named exists.
-
-    Raises:
-        DprlhfError: There is no name, or no such folder.
-    """
+    """Check that the model is named, and that a folder that is named exists."""
     _check_place("model", model)
 
 
 def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
-    """Check that the file or folder of the private prompts exists, and has a column of prompts.
-
-    Raises:
-        DprlhfError: It does not, or has not.
-    """
+    """Check that the file or folder of the private prompts exists, and has a column of prompts."""
     from dprlhf.data.columns import person_column
 
     _check_place("prompts", prompts)
@@ -78,11 +70,7 @@ def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
 
 
 def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> None:
-    """Check that the file of the public prompts exists, if one is named, and has such a column.
-
-    Raises:
-        DprlhfError: It does not, or has not.
-    """
+    """Check that the file of the public prompts exists, if one is named, and has such a column."""
     if public_prompts:
         _check_place("public prompts", public_prompts)
         named = earlier.get("prompt_column")
@@ -90,11 +78,7 @@ def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> Non
 
 
 def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
-    """Check that the file of the private prompts, which was named before, has the column.
-
-    Raises:
-        DprlhfError: It has not, or cannot be read.
-    """
+    """Check that the file of the private prompts, which was named before, has the column."""
     if "prompts" in earlier:
         prompts = earlier["prompts"]
         named = column_in(prompts, earlier.get("prompt_column"), stage=earlier["stage"])
@@ -102,11 +86,7 @@ def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
 
 
 def check_reward(reward: str, _: Mapping[str, Any]) -> None:
-    """Check that the reward names a function which can be loaded, unless it is a classifier.
-
-    Raises:
-        DprlhfError: The file is missing, or named without a function, or has no such function.
-    """
+    """Check that the reward names a function which can be loaded, unless it is a classifier."""
     from dprlhf.data.given_rewards import named_reward
     from dprlhf.rewards.loading import load_reward
 
@@ -120,11 +100,7 @@ def check_reward(reward: str, _: Mapping[str, Any]) -> None:
 
 
 def check_epsilon(epsilon: str, _: Mapping[str, Any]) -> None:
-    """Check that ε is a finite number above 0.
-
-    Raises:
-        DprlhfError: It is not.
-    """
+    """Check that ε is a finite number above 0."""
     try:
         possible = 0 < float(epsilon) < math.inf
     except ValueError:
@@ -142,11 +118,7 @@ def _check_place(what: str, path: str) -> None:
 
 
 def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | None]:
-    """Return the columns of a file of private rows, by the key of a recipe of a stage.
-
-    Raises:
-        DprlhfError: The file cannot be read, or lacks a column.
-    """
+    """Return the columns of a file of private rows, by the key of a recipe of a stage."""
     found: dict[str, str | None] = {"prompt_column": column_in(prompts, named, stage=stage)}
     names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     if stage == "sft" and names and "completion" not in names:
@@ -167,10 +139,6 @@ def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str
 
     Args:
         named: The column that was asked for; None takes the first of ``PROMPT_COLUMNS``.
-        what: What the file is, for errors.
-
-    Raises:
-        DprlhfError: The file cannot be read, or has no such column.
     """
     wanted = (named,) if named else PROMPT_COLUMNS[stage]
     columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
@@ -184,11 +152,7 @@ def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str
 
 
 def users_in(prompts: str, user_column: str, prompt_column: str) -> int | None:
-    """Return the number of users in a file of prompts; None for a folder or a hub id.
-
-    Raises:
-        DprlhfError: The file cannot be read, or lacks a column.
-    """
+    """Return the number of users in a file of prompts; None for a folder or a hub id."""
     from dprlhf.data.users import Users
     from dprlhf.recipe import Data
 

@@ -22,8 +22,6 @@ class Finding:
     """One line of the examination of this machine.
 
     Attributes:
-        name: The package, device or asset that was examined.
-        value: Its version or state, as text.
         good: False if a run would fail because of it.
     """
 

@@ -55,16 +55,11 @@ def new_recipe(
         user_column: Column that names the user: rows with equal values are one user. If empty,
             every row is a user.
         public_prompts: File of public rows for the evaluation; if empty, there is none.
-        epsilon: Privacy budget ε.
         reward: For ``rl``: the reward as ``file.py:function`` or ``package.module:function``;
             anything else is the name of a classifier.
-        stage: ``rl``, or a supervised stage.
         users: Number of users; None if it is not known.
         public: Number of public rows; None if it is not known.
         columns: Columns of the rows, private and public, by the recipe's key.
-
-    Raises:
-        DprlhfError: An answer makes no valid recipe; the message names the key.
     """
     values: dict[str, Any] = {} if stage == "rl" else {"stage": stage}
     values["policy"] = {"model_name_or_path": model}

@@ -133,9 +133,6 @@ def check_readable(rows: Any, column: str, where: str) -> None:
 
     Args:
         where: The beginning of the message.
-
-    Raises:
-        DprlhfError: It is not.
     """
     kind = rows.features.arrow_schema.field(column).type
     message = _element(kind)
@@ -158,12 +155,6 @@ def check_decodable(rows: Any, where: str) -> None:
 
     Else no user could be read, each would contribute zero, and a run would release noise alone.
     Only the columns' types decide it; bytes of no user's are what is decoded.
-
-    Args:
-        where: Names the rows in the message.
-
-    Raises:
-        DprlhfError: A package is missing.
     """
     for column, feature in rows.features.items():
         for part in _parts(feature):

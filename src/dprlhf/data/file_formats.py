@@ -34,7 +34,6 @@ class BrokenLinesError(Exception):
 
     Attributes:
         lines: Their numbers (from 1), without what they hold.
-        why: What is wrong with the first of them.
     """
 
     def __init__(self, lines: Sequence[int], why: str) -> None:
@@ -83,9 +82,7 @@ def read_csv(
     value; in any other it is none.
 
     Args:
-        files: Paths of tables with the same columns.
         texts: Columns that stay as they are written, and are never numbers.
-        delimiter: The character between two fields.
         quotechar: The character around a field that may have delimiters and line breaks in it.
 
     Returns:

@@ -119,7 +119,6 @@ def _column_named(names: Iterable[str], read: Callable[[str], Any]) -> Iterator[
     """Say which column could not be read, by its name alone: Arrow quotes a value.
 
     Args:
-        names: The columns that are read.
         read: Reads one of them, and raises an exception where its values differ in type.
     """
     try:
@@ -192,7 +191,6 @@ def _on_disk(features: Any, tables: Iterable[pa.Table]) -> pa.Table:
 
     Args:
         features: The types of its columns for ``datasets``; None takes those of the first table.
-        tables: The tables, at least one.
     """
     from datasets.arrow_writer import ArrowWriter
 

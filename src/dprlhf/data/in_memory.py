@@ -30,13 +30,11 @@ class InMemoryInputs:
         prompts: The users' prompts, as :func:`rows_from` takes them.
         reward: A reward, or several, as :func:`~dprlhf.data.given_rewards.given_rewards` takes
             them: callables with TRL's signature, names, models, or pairs with a weight.
-        policy: The policy, of any type that the training loop takes.
         models: Models in memory that the run starts from, by the argument's name; the private runs
             that tuned them must count.
         stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
             of the run, which states no ε. None plans for private users.
         reward_processing_classes: The tokenizers of rewards that are models.
-        tools: Functions that the policy may call.
         environment_factory: Makes an environment for each trajectory; or several by name.
         compute_metrics: Further measures of the evaluation's responses, a function of the texts,
             their rewards and the prompts; None for none.
@@ -119,9 +117,6 @@ def recipe_of(
         recipe: A recipe or its file; None for one from ``flat``.
         complete: Adds the defaults that follow from the rows to settings, of which it also gets a
             recipe with any number of rounds. None adds nothing.
-
-    Raises:
-        DprlhfError: An argument would have no effect, or a setting is wrong.
     """
     if recipe is not None and flat:
         raise DprlhfError(
@@ -160,11 +155,7 @@ def recipe_of(
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section's values, which may be missing or None, to add keys to.
-
-    Raises:
-        DprlhfError: It is something else.
-    """
+    """Return a section's values, which may be missing or None, to add keys to."""
     found: Any = values.get(name)
     found = values[name] = {} if found is None else found
     if not isinstance(found, dict):
@@ -176,11 +167,7 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _take_place(data: dict[str, Any], name: str) -> None:
-    """Write that a section's rows are in memory.
-
-    Raises:
-        DprlhfError: It names others, or chooses among them; nothing would do so.
-    """
+    """Write that a section's rows are in memory."""
     for key, own in _PLACE.items():
         if data.get(key, own) != own:
             raise DprlhfError(
@@ -190,11 +177,7 @@ def _take_place(data: dict[str, Any], name: str) -> None:
 
 
 def check_overrides(recipe: Any, overrides: Sequence[str]) -> None:
-    """Refuse overrides of a recipe that is not a file.
-
-    Raises:
-        DprlhfError: There are overrides, which would have no effect.
-    """
+    """Refuse overrides of a recipe that is not a file."""
     if overrides and not isinstance(recipe, str | Path):
         raise DprlhfError(
             f"overrides: {overrides[0]!r} has no effect without a recipe's file: "
@@ -216,9 +199,7 @@ def from_memory(
     same objects again.
 
     Args:
-        data: Whether the users' rows are in memory.
         rewards: The rewards that the program passes; None for those of the recipe.
-        evaluation: Whether the public rows are.
         agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
@@ -236,11 +217,7 @@ def from_memory(
 
 
 def rows_of(data: settings.Data, given: Any) -> Any:
-    """Return the rows in memory if there are any, else load those that the recipe names.
-
-    Raises:
-        DprlhfError: The rows cannot be read; or a resumed run needs rows from memory again.
-    """
+    """Return the rows in memory if there are any, else load those that the recipe names."""
     if given is not None:
         from dprlhf.data.given_rows import rows_from
 

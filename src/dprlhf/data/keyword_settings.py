@@ -31,9 +31,6 @@ def settings_from(flat: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe's sections from settings by name.
 
     A name is short for a key (``epsilon``), a key with ``__`` for the dot, or TRL's.
-
-    Raises:
-        DprlhfError: A name has no key, or two have the same.
     """
     keys: dict[str, Any] = {}
     trl = {}

@@ -197,11 +197,7 @@ def _read_file(file: Path, spec: recipe.Data) -> Any:
 
 
 def _refuse_part(spec: recipe.Data) -> None:
-    """Refuse a part of a split, such as ``train[:90%]``, where all rows would be read all the same.
-
-    Raises:
-        DprlhfError: The split is a part, or a sum of several.
-    """
+    """Refuse a part of a split, such as ``train[:90%]``, where all rows would be read anyway."""
     if "[" in spec.split or "+" in spec.split:
         raise DprlhfError(
             f"data {spec.path!r}: the split {spec.split!r} selects rows of a dataset on the hub;"

@@ -34,9 +34,6 @@ _NEUTRAL = [
 def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
     """Load the evaluation's rows, each a user of its own; None without evaluation.
 
-    Args:
-        given: Rows in memory that replace the recipe's; None for none.
-
     Raises:
         DprlhfError: There is a single row, whose score alone has no standard error.
     """
@@ -123,11 +120,7 @@ class Guides:
 
 
 def guides(recipe: AnyRecipe, public: Users | None) -> Guides | None:
-    """Return the public prompts of ``update.subspace``; None without one.
-
-    Args:
-        public: The rows of the evaluation, as :func:`public_users` returns them.
-    """
+    """Return the public prompts of ``update.subspace``; None without one."""
     spec = getattr(recipe.update, "subspace", None)
     if spec is None:
         return None
@@ -168,9 +161,6 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     """Read prompts from a column of a dataset file, or from the lines of any other text file.
 
     A blank line is no prompt.
-
-    Raises:
-        DprlhfError: The file cannot be read, or has no such column.
     """
     if file.suffix == ".txt" or file.suffix not in FORMATS:
         try:
@@ -189,7 +179,6 @@ def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Pro
     """Return a few neutral prompts, for a recipe without public ones.
 
     Args:
-        conversations: Whether they are messages.
         in_rows: Whether the users' rows have prompts; else these are empty, too.
     """
     asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]

@@ -145,7 +145,6 @@ class Users:
 
     Attributes:
         count: Number N of users, which is assumed to be public.
-        with_prompts: Whether the rows have prompts.
         dropped_prompts: Number of prompts beyond ``max_prompts_per_user``.
         tell: Takes a line about a row that cannot be read, for the operator alone.
 
@@ -243,9 +242,6 @@ class Users:
         Args:
             names: Names in the user column, as any file may spell them; without the column, the
                 numbers of rows in the data, from 1.
-
-        Raises:
-            DprlhfError: A name is nobody's.
         """
         column = self._spec.user_column
         if column is None:
@@ -266,14 +262,7 @@ class Users:
         return Users(self._rows, self._spec, may_lack_prompts=self._may_lack_prompts, absent=absent)
 
     def without(self, numbers: Collection[int]) -> Users:
-        """Return the users when the rows of some are deleted; the others keep their numbers.
-
-        Args:
-            numbers: The numbers of the users whose rows go.
-
-        Raises:
-            DprlhfError: Nobody is left.
-        """
+        """Return the users when the rows of some are deleted; the others keep their numbers."""
         owner = np.repeat(np.arange(self.count), np.diff(self._starts))
         rows = np.sort(self._order[~np.isin(owner, list(numbers))])
         if not len(rows):
@@ -303,9 +292,6 @@ class Users:
 
         A user has the same name as text or as a number, whichever file it comes from. A row without
         a prompt, whose user contributes nothing and so pays nothing, has none.
-
-        Args:
-            by: Hashes names under a budget book's key.
         """
         found: set[bytes] = set()
         for given in self._names():
@@ -345,7 +331,6 @@ class Users:
 
         Args:
             user_column: Column of the users' names; ignored where the rows have no such column.
-            first: Number of rows from the start; None for all.
 
         Returns:
             Hashes of each row's ``text`` (prompt and completions), of its ``prompt`` cut to
@@ -391,7 +376,6 @@ class Users:
         Which prompts a user keeps depends on that user's own rows alone.
 
         Args:
-            users: Indices of users, ``[users]``.
             missing: Whether a row without a prompt is read as an empty one.
 
         Raises:
@@ -437,7 +421,6 @@ class Users:
         :attr:`tell` is told of the others.
 
         Args:
-            users: Indices of users, ``[users]``.
             encode: Raises an exception for a prompt that cannot be read.
         """
         owners, slots = self._kept_rows(users)

@@ -41,9 +41,6 @@ def add_adapter(
 
     Returns:
         The ``PeftModel``; its parameters that require a gradient are the trained ones.
-
-    Raises:
-        DprlhfError: The adapter does not fit the model.
     """
     import peft
 

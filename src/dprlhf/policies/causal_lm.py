@@ -47,8 +47,6 @@ class CausalLMPolicy:
         end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
             of the checkpoint's generation config. Nothing else of that config is used: what
             responses are sampled from is stated in the recipe.
-        stop: The strings at which a response ends; None for none.
-        chat_template_kwargs: Further arguments of the chat template.
         is_base: Whether the adapter is off, inside :meth:`base`.
         tools: The functions that the chat template shows to the model; empty for none.
         mixes_rows: Why every pass, of sampling and log-probabilities too, has the rows of one user:
@@ -160,7 +158,6 @@ class CausalLMPolicy:
         """Take log-probabilities of another distribution within the context.
 
         Args:
-            sampling: The settings of that distribution.
             temperature: Its temperature; None leaves it as it is.
 
         Yields:
@@ -186,8 +183,6 @@ class CausalLMPolicy:
         beginning-of-sequence token, or else the end-of-sequence or padding token.
 
         Args:
-            prompts: Texts or conversations, ``[prompts]``.
-            max_tokens: Longest prompt in tokens.
             for_template: What each row of data has for the chat template (:meth:`render`); None for
                 prompts without further columns.
 
@@ -240,9 +235,6 @@ class CausalLMPolicy:
 
         Some tokenizers have more tokens than the model, such as Gemma 3's for an image. Whoever
         writes the name of one in a prompt would end the run of everybody.
-
-        Raises:
-            DprlhfError: There is a token without an embedding.
         """
         rows = self.model.get_input_embeddings().weight.shape[0]
         if max(tokens, default=0) >= rows:
@@ -308,21 +300,13 @@ class CausalLMPolicy:
         """Refuse texts that are longer than the model's context.
 
         Args:
-            tokens: Length of the longest text.
             what: Start of the error message, which names the setting.
-
-        Raises:
-            DprlhfError: The texts are longer.
         """
         if tokens > self.room:
             raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
 
     def checkpoint_layers(self) -> None:
-        """Keep only the decoder layers' inputs for the backward pass, and compute the rest again.
-
-        Raises:
-            DprlhfError: The model's class does not support it.
-        """
+        """Keep only the decoder layers' inputs for the backward pass; compute the rest again."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         network = self.network
@@ -352,11 +336,6 @@ class CausalLMPolicy:
 
         It depends on public numbers alone: it decides the shape of a batch, and rounding depends on
         the shape.
-
-        Args:
-            num_generations: Number of adjacent rows that share a prompt.
-            prompt: Width of the prompt part, in tokens.
-            responses: Width of the response part, in tokens.
 
         Returns:
             A divisor of ``num_generations``, for :meth:`response_logprobs`.
@@ -483,7 +462,6 @@ def context_length(config: Any, first: int = 0) -> float:
 
     Args:
         config: A transformers config, also one around that of the text model; None has no limit.
-        first: The position of a text's first token.
     """
     config = getattr(config, "get_text_config", lambda: config)()
     stored = [getattr(config, name, None) for name in _POSITIONS]
@@ -500,8 +478,6 @@ def prompt_room(room: float, response: int, most: int) -> int:
     """Return the default for the longest prompt: what a response leaves of a context, in tokens.
 
     Args:
-        room: The length of the context.
-        response: The longest response.
         most: The longest prompt where the context is long enough.
     """
     return int(max(1, min(most, room - response)))

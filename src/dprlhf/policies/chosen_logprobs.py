@@ -14,7 +14,6 @@ def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: flo
     Args:
         logits: The model's output, ``[rows, vocabulary]``. The backward pass keeps it as it is.
         chosen: One token for each row, ``[rows]``.
-        temperature: Temperature that the logits are divided by.
 
     Returns:
         Log-probabilities, ``[rows]``.

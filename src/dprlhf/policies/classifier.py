@@ -79,9 +79,6 @@ def load_reward_model(
         labels: Names of the labels; None for the one output of a reward trained on pairs.
         seed: Seed of the initial weights of the head, of other layers that the base lacks, and of
             the adapter; all of these are public.
-
-    Raises:
-        DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
     from transformers import AutoTokenizer
 
@@ -125,7 +122,6 @@ def load_classifier(
     Args:
         labels: Names of the labels; None for one output.
         seed: Seed of the weights that the checkpoint lacks.
-        attention: Attention implementation; None for the model's own choice.
 
     Returns:
         The model, and the names of its layers for which the checkpoint has no weights, the head's
@@ -168,9 +164,6 @@ def _save_with_adapter(adapted: Any, layers: list[str]) -> None:
     Args:
         adapted: A ``PeftModel``.
         layers: Their names in the base model; those of the head, which is saved, are passed over.
-
-    Raises:
-        DprlhfError: The adapter trained nothing but these layers.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper

@@ -38,11 +38,7 @@ def refuse_foreign_hooks(model: Any, what: str) -> None:
     """Refuse a model with hooks of others, or a program in which torch shows others all it does.
 
     Args:
-        model: The model, with all its modules and parameters.
         what: What it is called in the error.
-
-    Raises:
-        DprlhfError: There is a hook; the message names it, and says what to do.
     """
     for place, hook in _foreign(model):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)

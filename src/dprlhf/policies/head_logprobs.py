@@ -37,7 +37,6 @@ def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
     A model that a program has changed is taken as it is called, by its logits.
 
     Args:
-        model: A transformers model with a language-modelling head.
         trained: The ``id()`` of each trainable parameter.
     """
     config = getattr(model, "config", None)
@@ -58,7 +57,6 @@ def head_logprobs(
         head: The layer from hidden states to the vocabulary; nothing is differentiated by it.
         states: Last hidden states, ``[rows, hidden]``.
         chosen: One token for each row, ``[rows]``.
-        temperature: Temperature that the logits are divided by.
 
     Returns:
         Log-probabilities, ``[rows]``.

@@ -53,9 +53,7 @@ class _Parts:
 
     Attributes:
         skipped: The layers below the lowest one with a trained parameter.
-        lowest: That layer.
         linear: Frozen linear layers from there on, by name.
-        head: The layer that makes the logits.
     """
 
     skipped: list[nn.Module]
@@ -116,8 +114,6 @@ def room_for(
         policy: The policy; for some models nothing can be kept.
         rows: Expected number of responses.
         prompt: Upper bound on a prompt's length in tokens.
-        response: Length of a response in tokens.
-        together: Number of responses to a prompt.
         gradients: Whether it is kept for a gradient pass.
     """
     parts = parts_of(policy)
@@ -151,7 +147,6 @@ class Kept:
         batches: What is kept of each micro-batch, by the name of the layer: its output at each
             token, ``[prompts, columns + responses · (length − 1), outputs]``, and the logits,
             ``[prompts, responses, length, vocabulary]``.
-        layouts: The shape of each micro-batch.
         batch: The micro-batch of each row, ``[rows]``; −1 before it is sampled.
         place: The number of each row's response in its micro-batch, ``[rows]``.
     """
@@ -287,8 +282,6 @@ class Replay:
     Args:
         rows: The number of the row at each place, −1 for a filler; those that share a prompt are
             adjacent.
-        width: Number of columns of a prompt.
-        length: Length of a response in tokens.
         shared_rows: Number of rows behind one copy of their prompt.
     """
 

@@ -28,13 +28,9 @@ def load_policy(
     """Load a base model through transformers and put a new adapter on it.
 
     Args:
-        seed: Seed of the adapter's initial weights, which are public.
         model: A loaded transformers model to use in place of the one that ``spec`` names. The
             adapter is put into it.
         tokenizer: A tokenizer to use in place of the model's own.
-
-    Raises:
-        DprlhfError: The model cannot be loaded, or the adapter does not fit it.
     """
     if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
         raise DprlhfError("this run's model was given in Python: continue it there, with the model")
@@ -182,7 +178,6 @@ def make_policy(
 
     Args:
         tokenizer: Its tokenizer; it is set to pad on the left.
-        seed: Seed of the adapter's initial weights, which are public.
     """
     keep_unpacked(model)  # before its first pass
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])

@@ -19,9 +19,6 @@ def mixing_layers(model: nn.Module) -> Iterator[tuple[str, str]]:
     in another precision (LLM.int8(), arXiv 2208.07339), unless their threshold is 0. Other ways of
     quantising may take a scale from the batch, so they are counted as mixing, too.
 
-    Args:
-        model: Any module; its submodules are looked at, too.
-
     Yields:
         The layer's path with its class, and the end of a sentence about it.
     """
@@ -61,9 +58,6 @@ def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:
 
     Returns:
         Why a pass must have one user; None where it may have several.
-
-    Raises:
-        DprlhfError: It has such a layer; the message names it.
     """
     reason = None
     for name, how in mixing_layers(model):

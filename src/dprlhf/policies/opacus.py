@@ -13,9 +13,6 @@ def without_wrapper(model: Any) -> Any:
 
     Opacus' hooks are removed: they would keep a gradient of each row in memory. The weights
     are the wrapped model's own. A line on standard error reminds of ``dprlhf privacy declare``.
-
-    Args:
-        model: A module, or a name.
     """
     if isinstance(model, DataParallel | DistributedDataParallel):
         model = model.module

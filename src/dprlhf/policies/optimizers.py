@@ -19,7 +19,6 @@ def make_optimizer(
     """Return the server-side optimizer that a recipe names.
 
     Args:
-        spec: The recipe's ``optimizer`` section.
         noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate, as
             long as :func:`set_noise` gives no other.
     """

@@ -29,9 +29,6 @@ def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
             weights.
         freeze_a: Train B of a LoRA alone, with A frozen at its random start (FFA-LoRA, arXiv
             2403.12313).
-
-    Raises:
-        DprlhfError: It is no such config, or has no A to freeze.
     """
     if isinstance(peft_config, Mapping):
         return dict(peft_config)

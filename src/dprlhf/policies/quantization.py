@@ -20,9 +20,6 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
     Args:
         name: ``nf4``, ``fp4``, either with ``-double``, or ``int8``.
         dtype: Data type in which a 4-bit layer computes.
-
-    Raises:
-        DprlhfError: bitsandbytes is not installed.
     """
     from transformers import BitsAndBytesConfig
 
@@ -44,9 +41,6 @@ def quantization_of(config: Any) -> dict[str, str]:
 
     Args:
         config: The config, as TRL's trainers take it; None for none.
-
-    Raises:
-        DprlhfError: It asks for something that would couple users, or that is not offered.
     """
     if config is None:
         return {}

@@ -25,11 +25,7 @@ class SetUp:
         """Keep a copy of an attribute until :meth:`end`.
 
         Args:
-            owner: The object that has the attribute.
             name: The attribute; a second copy under this name replaces the first.
-
-        Raises:
-            DprlhfError: It cannot be copied.
         """
         held = getattr(owner, name, None)
         if held is None:

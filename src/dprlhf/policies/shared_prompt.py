@@ -35,9 +35,6 @@ def patched(network: Any) -> bool:
     It may with a class of the program's own, such as one that scales the logits, or with a
     ``forward`` put into one of its modules. accelerate's hooks, which move tensors between devices,
     change no value.
-
-    Args:
-        network: The transformers model, adapters in place.
     """
     return not type(network).__module__.startswith("transformers.") or any(
         "forward" in vars(module) and not hasattr(module, "_hf_hook")
@@ -54,9 +51,6 @@ def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: i
 
     Args:
         num_generations: Number of responses to each prompt; the result divides it.
-        prompt: Tokens of a padded prompt.
-        response: Tokens of a response.
-        hidden: Size of a hidden state.
     """
 
     def cost(shared_rows: int) -> float:
@@ -74,7 +68,6 @@ def behind_one_prompt(
     Args:
         tokens: ``[rows, prompt + response]``; ``shared_rows`` adjacent rows share a prompt.
         mask: 1 for real tokens and 0 for padding, same shape.
-        responses: Width of the response part, in tokens.
         shared_rows: Number of rows that go behind one copy of their prompt.
     """
     rows, width = tokens.shape
@@ -111,8 +104,6 @@ def most_behind_one_cache(num_generations: int, prompt: int, response: int) -> i
 
     Args:
         num_generations: Number of responses to each prompt; the result divides it.
-        prompt: Tokens of a padded prompt.
-        response: Tokens of a response.
     """
     fits = [c for c in range(1, num_generations + 1) if c * response <= 2 * prompt]
     return max((c for c in fits if num_generations % c == 0), default=1)
@@ -129,7 +120,6 @@ def own_tokens_behind_prompt(
     Args:
         mask: Mask of the prompts, ``[rows, prompt]``.
         shared: Number of responses behind a prompt.
-        max_new_tokens: Length of a response in tokens.
 
     Returns:
         0 or the lowest finite number, ``[rows, 1, shared, prompt + max_new_tokens · shared]``; a

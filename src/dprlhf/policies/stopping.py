@@ -16,9 +16,6 @@ class StopStrings:
     The matching is transformers' ``StopStringCriteria``, on the tokens of the responses alone: a
     string that starts in the prompt stops nothing.
 
-    Args:
-        strings: The stop strings, at least one.
-
     Attributes:
         reach: The most tokens, from the last one back, that can be part of a string.
 

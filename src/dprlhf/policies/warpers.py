@@ -37,7 +37,6 @@ class Rows:
     Attributes:
         tokens: ``[rows, prompt + response]``, prompts padded on the left.
         mask: 1 for real tokens and 0 for padding, same shape.
-        length: Width of the response part, in tokens.
     """
 
     tokens: torch.Tensor

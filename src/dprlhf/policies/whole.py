@@ -19,7 +19,6 @@ class WholePolicy(CausalLMPolicy):
 
     Args:
         model: The transformers model. Its weights become trainable, in float32 or wider.
-        tokenizer: A tokenizer with a padding token that pads on the left.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:

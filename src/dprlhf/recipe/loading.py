@@ -48,11 +48,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe and apply ``section.key=value`` overrides.
-
-    Raises:
-        DprlhfError: the file cannot be read, or a key or value is wrong.
-    """
+    """Read a YAML recipe and apply ``section.key=value`` overrides."""
     recipe = load_any_recipe(path, overrides)
     if not isinstance(recipe, Recipe):
         raise DprlhfError(
@@ -73,11 +69,7 @@ def load_any_recipe(
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings, in which no key is given twice.
-
-    Raises:
-        DprlhfError: It cannot be read, or is no mapping.
-    """
+    """Read a YAML file of settings, in which no key is given twice."""
     try:
         settings = _UniqueKeys(path.read_text("utf-8")).get_single_data()
     except OSError as error:
@@ -96,9 +88,6 @@ def recipe_from(
 
     Args:
         stage: The stage of a recipe that names none; None for a run of private updates.
-
-    Raises:
-        DprlhfError: A key or value is wrong.
     """
     for override in overrides:
         key, separator, text = override.partition("=")

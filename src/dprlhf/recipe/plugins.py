@@ -12,7 +12,6 @@ def load_plugin(group: str, name: str) -> object:
 
     Args:
         group: The entry-point group, such as ``dprlhf.updates``.
-        name: The name that the recipe uses.
 
     Raises:
         DprlhfError: No installed package or more than one offers the name, or the import fails.

@@ -99,11 +99,7 @@ class Adapter(Settings):
         return self
 
     def check(self, *, public_rows: bool) -> None:
-        """Refuse an initial value that needs public rows where the recipe has none.
-
-        Raises:
-            ValueError: Names the setting.
-        """
+        """Refuse an initial value that needs public rows where the recipe has none."""
         if self.init != "random" and not public_rows:
             raise ValueError(
                 f"policy.adapter.init: {self.init} needs public rows (evaluation.data)"

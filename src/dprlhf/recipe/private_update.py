@@ -110,9 +110,6 @@ class PrivateUpdate(Settings):
         """Refuse a recipe whose other sections do not work with this update, beyond what all share.
 
         What holds for every update is checked apart (:mod:`dprlhf.recipe.update_checks`).
-
-        Raises:
-            ValueError: Names the setting and what would work.
         """
 
     def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
@@ -120,7 +117,6 @@ class PrivateUpdate(Settings):
 
         Args:
             clip_norm: Clip norm far below the norm of any user's vector.
-            batch_size: Responses in one micro-batch.
             target_bound: Bound on a regression's targets, far below any target.
 
         Each canary user then contributes as much as the bounds allow. Canaries have no public

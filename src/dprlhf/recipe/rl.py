@@ -116,7 +116,6 @@ class Recipe(Settings):
 
         Args:
             releases: Number of noised sums that a round releases.
-            noise_multiplier: Noise multiplier z of each of them.
         """
         what = self.update.released.format(releases=releases)
         if self.update.subspace is not None:

@@ -119,9 +119,6 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     {'rollout.responses': 4, 'rollout.top_k': 20}
     >>> settings_of({"loss_type": "grpo"})
     {'update.name': 'grpo', 'update.scale_rewards': True}
-
-    Raises:
-        DprlhfError: A value has no meaning within one user.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -170,11 +167,7 @@ def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> di
 
 
 def _is_scaled(scale_rewards: Any) -> bool:
-    """Return whether advantages are divided by the spread of a prompt's rewards.
-
-    Raises:
-        DprlhfError: They would be divided by the spread of the whole batch.
-    """
+    """Return whether advantages are divided by the spread of a prompt's rewards."""
     scaled = _SCALED.get(str(scale_rewards).lower())
     if scaled is None:
         raise DprlhfError(
@@ -189,9 +182,6 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
 
     >>> overrides_of(["rounds=4", "--model_name_or_path", "gpt2", "--learning-rate=1e-3"])
     ['rounds=4', 'policy.model_name_or_path=gpt2', 'optimizer.learning_rate=1e-3']
-
-    Raises:
-        DprlhfError: A flag is unknown, has no value, or has no key of the same meaning.
     """
     left = iter(arguments)
     found: list[str] = []

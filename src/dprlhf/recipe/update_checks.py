@@ -12,14 +12,7 @@ from dprlhf.recipe.updates import UPDATE_SETTINGS
 
 
 def check_update(update: PrivateUpdate, recipe: Sections) -> None:
-    """Refuse a recipe whose other sections do not work with its update.
-
-    Args:
-        update: The section ``update``.
-
-    Raises:
-        ValueError: Names the setting and what would work.
-    """
+    """Refuse a recipe whose other sections do not work with its update."""
     if update.least_squares is not None:
         if update.clip_norm == float("inf"):
             raise ValueError(

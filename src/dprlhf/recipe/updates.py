@@ -170,11 +170,7 @@ class REBEL(PrivateUpdate):
         return self.oracle
 
     def check(self, recipe: Sections) -> None:
-        """Refuse a recipe whose other sections do not work with this update.
-
-        Raises:
-            ValueError: Names the setting and what would work.
-        """
+        """Refuse a recipe whose other sections do not work with this update."""
         if recipe.rollout.responses % 2:
             raise ValueError(
                 "rollout.responses must be even for update.name rebel, which pairs them, not"

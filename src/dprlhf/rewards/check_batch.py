@@ -52,11 +52,7 @@ class CheckedBatch:
         turns: Sequence[int],
         state: RoundState,
     ) -> CheckedBatch:
-        """Form the units from the arguments of :func:`~dprlhf.rewards.check.check_reward`.
-
-        Raises:
-            DprlhfError: there are fewer than two units, or the arguments differ in length.
-        """
+        """Form the units from the arguments of :func:`~dprlhf.rewards.check.check_reward`."""
         if completion_ids is None:
             completion_ids = [list(text_of(completion).encode()) for completion in completions]
         try:

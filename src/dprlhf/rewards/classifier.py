@@ -289,7 +289,6 @@ def classifier_tokens(
         prompts: Texts or conversations, ``[rows]``.
         completions: Texts or lists of messages, ``[rows]``.
         whole: Whether to read the prompt too, not the completion alone.
-        max_tokens: Longest text in tokens.
         for_template: What each row of data has for the chat template
             (:func:`~dprlhf.data.messages.template_arguments`); None for nothing.
     """

@@ -28,11 +28,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def wait_for(answer: Awaitable[Any]) -> Any:
-    """Return what an asynchronous reward or tool answers, from the event loop of all of them.
-
-    Raises:
-        BaseException: Whatever it raises.
-    """
+    """Return what an asynchronous reward or tool answers, from the event loop of all of them."""
 
     async def guarded() -> tuple[Any, BaseException | None]:
         try:

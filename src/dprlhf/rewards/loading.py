@@ -41,14 +41,7 @@ def load_rewards(
     *,
     device: str | torch.device = "cpu",
 ) -> list[LoadedReward]:
-    """Load the rewards of a recipe, of which the program may pass some or all as objects.
-
-    Args:
-        given: The rewards that the program passes, in the same order; None if it passes none.
-
-    Raises:
-        DprlhfError: A reward cannot be loaded, or is not the one that the recipe has.
-    """
+    """Load the rewards of a recipe, of which the program may pass some or all as objects."""
     loaded = [_load(one, device) for one in rewards_of(specs, given)]
     for reward in loaded:
         if reward.by_turn and not any(spec.by_turn for spec in specs):
@@ -150,15 +143,7 @@ def _classifier(
 
 
 def load_function(source: str, kind: str = "reward") -> object:
-    """Load what ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
-
-    Args:
-        source: The name.
-        kind: What it is loaded as, for messages.
-
-    Raises:
-        DprlhfError: There is no such module, file or attribute, or its code fails.
-    """
+    """Load what ``package.module:attribute`` or ``path/to/file.py:attribute`` names."""
     place, _, attribute = source.rpartition(":")
     if not place or not attribute:
         raise DprlhfError(

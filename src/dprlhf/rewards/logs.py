@@ -26,7 +26,6 @@ class CallLog:
     """Takes what one call of a reward logs.
 
     Attributes:
-        metrics: Names and values, in order.
         extra: Values of each column, ``[rows]``.
         problem: What was wrong with the first call of a logging function that was; "" if nothing.
     """

@@ -22,8 +22,6 @@ def score_responses(scorer: Scorer, responses: Responses, *, private: bool = Fal
     """Return the scores of all responses, ``[rows]``.
 
     Args:
-        scorer: Combined rewards.
-        responses: Sampled responses with their prompts.
         private: Whether the responses belong to private users, as in :meth:`Scorer.score`.
     """
     rows = rows_to_score(responses)

@@ -79,8 +79,6 @@ class LoadedReward:
 
     Attributes:
         function: Callable with TRL's reward signature.
-        name: Name in messages and logs.
-        weight: Factor of the reward in the weighted sum.
         times_column: Column of the dataset by whose value each answer is multiplied; None for none.
         per_user: Whether the reward must be called once per user.
         by_turn: Whether an answer may be a list with a score for each turn of the policy.
@@ -201,7 +199,6 @@ class Failure:
     """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``.
 
     Attributes:
-        kind: The reason.
         message: The text of an exception, which may quote a user.
     """
 
@@ -350,11 +347,6 @@ def parse_turns(answer: object, turns: int, *, by_turn: bool) -> tuple[float, ..
 
     One number is the whole trajectory's, known at its end: it counts at the last turn. In a list,
     None is no score for that turn; a list with nothing else does not apply.
-
-    Args:
-        answer: A reward's answer for one completion.
-        turns: The number of turns of the policy in it.
-        by_turn: Whether the answer may be a list.
 
     >>> parse_turns([0.5, None, 1], 3, by_turn=True), parse_turns(2, 3, by_turn=True)
     ((0.5, 0.0, 1.0), (0.0, 0.0, 2.0))

@@ -112,9 +112,7 @@ class Scorer:
         """Combine ``rewards`` with their weights.
 
         Args:
-            bound: Bound R on the score, above 0 and finite.
             sink: Receiver of the text captured during :meth:`score`.
-            state: The first value of :attr:`state`.
 
         Raises:
             DprlhfError: no reward, a weight that is not finite, or a bound that is not positive
@@ -162,9 +160,6 @@ class Scorer:
 
         Returns:
             Private scores, ``[rows]``.
-
-        Raises:
-            ValueError: the arguments differ in length.
         """
         rows = RewardRows(prompts, completions, completion_ids, columns, turns, places)
         if len(users) != len(rows):

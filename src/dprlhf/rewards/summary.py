@@ -20,9 +20,7 @@ class RewardSummary:
     Attributes:
         mean: Mean of the clipped sums; a row to which no reward applies counts as 0, as in
             training.
-        std: Standard deviation of the clipped sums.
         clipped: Share of responses whose sum is outside ±R.
-        bound: Bound R on the sum.
         rounded: Largest change of a score with its batch, by reward; only rewards that change.
         checked_rows: The most rows of several users in a call, by reward.
         unchecked: Why a reward could not be checked, by reward; only rewards that were not.
@@ -75,10 +73,7 @@ def summarize_rewards(
     """Summarize the weighted sum of the rewards from their contract checks on the same rows.
 
     Args:
-        rewards: The rewards, with their weights.
         reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
-        bound: Bound R to which the sum is clipped.
-        unchecked: Why other rewards could not be checked, by reward.
     """
     unchecked = unchecked or {}
     if not reports:

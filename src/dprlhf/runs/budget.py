@@ -115,7 +115,6 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Res
 
     Args:
         recipe: The recipe, whose data and user column count.
-        source: Name of the recipe, for the book's history.
 
     Raises:
         DprlhfError: The data or the book cannot be read, or a user has spent too much already.

@@ -135,11 +135,7 @@ def _selection(recipe: AnyRecipe) -> list[str]:
 
 
 def read_card(folder: RunFolder) -> dict[str, Any]:
-    """Return a run's card, from which its model card can be written.
-
-    Raises:
-        DprlhfError: The card is missing or damaged, or the recipe cannot be read.
-    """
+    """Return a run's card, from which its model card can be written."""
     recipe = load_any_recipe(folder.recipe)
     try:
         card: dict[str, Any] = json.loads(folder.privacy.read_text("utf-8"))

@@ -46,7 +46,6 @@ def save_checkpoint(
 
     Args:
         others: Further parts of the run by name; each gets a file ``NAME.safetensors``.
-        carried: The privacy record that travels with the policy's weights.
     """
     moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
@@ -102,9 +101,6 @@ def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
 
     Args:
         checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
-
-    Raises:
-        DprlhfError: The policy's base model is not the run's.
     """
     policy.load_state(load_file(checkpoint / "policy.safetensors"))
     state = json.loads((checkpoint / "state.json").read_text("utf-8"))

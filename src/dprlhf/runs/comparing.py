@@ -60,7 +60,6 @@ def users_of(path: Path, run: str, beside: Path | None = None) -> NDArray[np.uin
     Args:
         path: The run folder; or a model that the run left, whose folder is looked for above the
             model, beside it, and in ``beside``.
-        run: The run (by commitment).
         beside: Another folder of run folders.
     """
     above = path.resolve().parents
@@ -71,11 +70,7 @@ def users_of(path: Path, run: str, beside: Path | None = None) -> NDArray[np.uin
 
 
 def read_identities(path: Path) -> NDArray[np.uint64]:
-    """Return the hashes of a run's users from their file.
-
-    Raises:
-        DprlhfError: The file is damaged.
-    """
+    """Return the hashes of a run's users from their file."""
     try:
         found: NDArray[np.uint64] = np.load(path)
     except (OSError, ValueError, EOFError):
@@ -96,9 +91,6 @@ def check_apart(named: Iterable[tuple[Path, str]]) -> None:
 
     Args:
         named: Run folders, or models that runs left, each with the run (by commitment).
-
-    Raises:
-        DprlhfError: Two of them do.
     """
     read: list[tuple[Path, NDArray[np.uint64]]] = []
     for path, run in named:

@@ -175,15 +175,7 @@ def _checked(values: Any) -> Record:
 
 
 def records_in(terms: dict[str, Any], recipe: AnyRecipe, name: str) -> list[Record]:
-    """Return the record of a run, and of all runs before it, from its ledger's first entry.
-
-    Args:
-        terms: The body of the entry.
-        name: The name of its folder.
-
-    Raises:
-        DprlhfError: The entry lacks what a total is stated from.
-    """
+    """Return the record of a run, and of all runs before it, from its ledger's first entry."""
     try:
         own = {
             "run": terms["key_commitment"],
@@ -251,11 +243,7 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
 def risk_of(
     records: Sequence[Record], delta: float | None = None, *, prior: float = 0.5, people: int = 1
 ) -> Risk:
-    """Return the risk of several runs together, the arguments as for :func:`total_of`.
-
-    Raises:
-        DprlhfError: A run has no noise, or a value is out of range.
-    """
+    """Return the risk of several runs together, the arguments as for :func:`total_of`."""
     from dprlhf.privacy.risk import risk
 
     delta = max(r.delta for r in records) if delta is None else delta
@@ -335,9 +323,6 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
 
     Called before the models are loaded, and again when those from the hub are on this machine.
 
-    Args:
-        named: The runs (by commitment) whose cost counts.
-
     Raises:
         DprlhfError: A model comes from another private run, or is an adapter: of a private run, or
             what this run would train on top of. An adapter need not carry a record: PEFT's own
@@ -371,7 +356,6 @@ def check_lineage_of_objects(
 
     Args:
         models: Models in memory, such as transformers makes them, by the argument's name.
-        named: The runs (by commitment) whose cost counts.
         own: The run (by commitment) that is continued or merged; None for a new one.
 
     Raises:
@@ -419,8 +403,5 @@ def runs_of_model(model: str, revision: str | None = None) -> set[str]:
     Args:
         model: A folder, or a hub id, of which only what is on this machine is read.
         revision: Branch, tag or commit of a hub id; None for its main branch.
-
-    Raises:
-        DprlhfError: The record cannot be read.
     """
     return {carried["runs"][0]["run"] for carried in carried_by(model, revision)}

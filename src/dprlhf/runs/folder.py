@@ -150,11 +150,7 @@ class RunFolder:
             )
 
     def create(self, key: bytes | None = None) -> bytes:
-        """Make the folder and its secret key.
-
-        Raises:
-            DprlhfError: The folder exists and is not empty, or cannot be written.
-        """
+        """Make the folder and its secret key."""
         self.refuse_to_overwrite()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -178,11 +174,7 @@ class RunFolder:
                 self.path.rmdir()
 
     def open(self) -> bytes:
-        """Return the secret key of an existing run, whose ``secret/`` is closed to other accounts.
-
-        Raises:
-            DprlhfError: This is no run folder, or its key is lost.
-        """
+        """Return the secret key of an existing run; ``secret/`` is closed to other accounts."""
         self.require()
         with contextlib.suppress(OSError):  # a copy may have lost the mode
             self.secret.chmod(0o700)

@@ -90,9 +90,6 @@ def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) 
         model: A folder, or an id on the Hugging Face hub.
         revision: Branch, tag or commit of a hub id; None for its main branch.
         fetch: Whether to ask the hub for files that are not on this machine yet.
-
-    Raises:
-        DprlhfError: A record cannot be read, so that the cost of the model is not known.
     """
     found: list[Carried] = []
     for text in _texts(model, revision, fetch):

@@ -31,7 +31,6 @@ def run_missing(
         work: Function that measures; a job's arguments give what can be written as JSON. With
             several processes it has to be a function of a module.
         jobs: The arguments of each job by the file that keeps its result, the most wanted first.
-        side_by_side: Number of processes; 1 runs in this one.
     """
     done = {file: json.loads(file.read_text("utf-8")) for file in jobs if file.exists()}
     missing = {} if write_only else {f: given for f, given in jobs.items() if f not in done}

@@ -64,7 +64,6 @@ class Result:
         unit: Unit of the value, ``"1"`` for a ratio.
         goal: The goal in words; an empty string without one.
         holds: Whether the goal was met; None without a goal.
-        date: Date of the measurement, ISO 8601.
     """
 
     name: str

@@ -30,7 +30,6 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     """Return the model's README with the standard metadata and a privacy section.
 
     Args:
-        card: The run's privacy card, from :func:`dprlhf.runs.card.privacy_card`.
         merged: Whether the card is for whole weights, not for the adapter.
     """
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
@@ -142,11 +141,7 @@ def in_plain_words(card: dict[str, Any]) -> str:
 
 
 def hit_rates(risk: dict[str, Any]) -> str:
-    """Return in a sentence how many of those who took part a test can tell.
-
-    Args:
-        risk: :class:`~dprlhf.privacy.risk.Risk` as JSON has it.
-    """
+    """Return in a sentence how many of those who took part a test can tell."""
     rates = risk["tpr_at_fpr"].items()
     pairs = ", ".join(f"{percent(tpr)}% at {100 * float(fpr):g}%" for fpr, tpr in rates)
     return f"Largest true-positive rates of a test, at false-positive rates: {pairs}."
@@ -162,11 +157,7 @@ def percent(share: float) -> str:
 
 
 def audits_on(card: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all audits that a card states, in their order.
-
-    Args:
-        card: Content of ``privacy.json``.
-    """
+    """Return all audits that a card states, in their order."""
     several = card.get("audits", [])
     held = several if isinstance(several, list) else []
     return [audit for audit in held if isinstance(audit, dict)]

@@ -32,11 +32,7 @@ from dprlhf.runs.folder import RunFolder, write_atomically
 
 
 def open_folder(folder: RunFolder, recipe: AnyRecipe, *, create: bool) -> bytes:
-    """Return the secret key of a run; a new run gets its folder, key and recipe first.
-
-    Raises:
-        DprlhfError: A new run's folder exists, or an existing run has lost its key.
-    """
+    """Return the secret key of a run; a new run gets its folder, key and recipe first."""
     if not create:
         return folder.open()
     key = folder.create()
@@ -122,11 +118,7 @@ def withdraw(folder: RunFolder, recipe: AnyRecipe, users: Users, names: Sequence
 
     Args:
         folder: The run folder, of a run that is stopped.
-        users: Those of its data, without those who have withdrawn before.
         names: As for :meth:`dprlhf.data.users.Users.numbers_of`.
-
-    Raises:
-        DprlhfError: The data are not those of the run, a name is nobody's, or nobody is left.
     """
     digest_file, digest = folder.secret / "data-digest", open_private(users.digest())
     if digest != digest_file.read_text("utf-8"):
@@ -159,12 +151,6 @@ def check_declared_rows_unchanged(
 
     The rows are checked anew at each start, but for those that were declared; without this, a
     resumed run could be handed the users' own rows under the old declaration.
-
-    Args:
-        folder: The run folder, which keeps a digest of the rows.
-
-    Raises:
-        DprlhfError: The evaluation declares its rows public, and has other rows than before.
     """
     if public is None or recipe.evaluation is None or not recipe.evaluation.declared_public:
         return
@@ -183,12 +169,6 @@ def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> 
 
     Each takes its share of a round's users by their numbers. A list that a program shuffles anew in
     each process would put a user on two of them, or in two rounds.
-
-    Args:
-        gathered: Returns the values of all processes.
-
-    Raises:
-        DprlhfError: They have not. The message says nothing of the rows.
     """
     if len(set(gathered(open_private(users.digest())))) > 1:
         raise DprlhfError(
@@ -256,7 +236,6 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
     The answer depends on the users, so it is for ``secret/`` and a terminal, never for a log.
 
     Args:
-        folder: The run's folder; runs in the same parent folder are looked at.
         earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
     runs = runs_beside(folder, earlier)
@@ -273,11 +252,7 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
 
 
 def runs_beside(folder: RunFolder, earlier: Earlier) -> list[RunFolder]:
-    """Return the private runs in the same parent folder that a run does not count; public facts.
-
-    Args:
-        earlier: The earlier runs whose cost its total counts.
-    """
+    """Return the private runs in the same parent folder that a run does not count; public facts."""
     counted, found = {record.run for record in earlier.records}, []
     for held in sorted(folder.path.absolute().parent.glob("*/secret/users.npy")):
         run = RunFolder(held.parent.parent)
@@ -297,7 +272,6 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
 
     Args:
         cut: Tells which prompts have more tokens than are used, as ``Users.left_out`` takes it.
-        most: The bound on the prompts of one user.
     """
     found = open_private(users.left_out(cut))
     meaning = {

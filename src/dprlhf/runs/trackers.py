@@ -48,7 +48,6 @@ def tracked(
 
     Args:
         folder: The run's folder; its name is the trackers' run name.
-        config: Public settings, logged as the run's hyperparameters.
     """
     live = [n for n in spec.report_to if n == "tensorboard"]
     trackers = [_Tracker(name, folder, config) for name in live]

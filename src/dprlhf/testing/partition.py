@@ -217,8 +217,6 @@ def _log_ratio(
     """Return log P(observed | the user took part) − log P(observed | noise alone), ``[runs]``.
 
     Args:
-        observed: The noised sums along the user's direction in units of S, ``[runs, rounds]``.
-        patterns: The rounds of the user in many draws, ``[draws, rounds]``.
         noise: Noise multiplier z.
     """
     different, counts = np.unique(patterns, axis=0, return_counts=True)

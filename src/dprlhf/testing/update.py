@@ -108,12 +108,7 @@ def check_update(
 
 @dataclass(frozen=True)
 class _Trial:
-    """Rounds of one update on made-up users.
-
-    Attributes:
-        fails: How an error message begins.
-        seed: Seed of the made-up responses and rewards.
-    """
+    """Rounds of one update on made-up users."""
 
     update: Update
     settings: Any

@@ -99,9 +99,6 @@ def load_parts(
     Args:
         folder: The run folder, new or to be continued; None for a dry run.
         counted: Ask the budget book, if there is one, whether it would refuse the run.
-
-    Raises:
-        DprlhfError: A setting, the data, the model or a reward is wrong.
     """
     hush_libraries()
     if recipe.tracking.report_to:
@@ -187,7 +184,6 @@ def open_run(
         recipe: The settings; a new run writes them to its folder.
         folder: The run folder; with ``create`` it must not exist.
         create: Start a new run; otherwise continue the one in ``folder``.
-        callbacks: Called after every round with its public and released metrics.
         counted: Reserve the cost in the budget book, if there is one; False for a run on made-up
             users.
 

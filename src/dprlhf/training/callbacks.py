@@ -17,11 +17,7 @@ Function = Callable[[dict[str, Any]], None]
 
 
 def taken(callbacks: Any) -> list[Any]:
-    """Return the callbacks of a run; of a class that is a ``TrainerCallback``, an object.
-
-    Raises:
-        DprlhfError: They are no list, or one of them can be called in no way.
-    """
+    """Return the callbacks of a run; of a class that is a ``TrainerCallback``, an object."""
     from transformers import TrainerCallback
 
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
@@ -40,12 +36,7 @@ def taken(callbacks: Any) -> list[Any]:
 
 
 def as_functions(callbacks: Sequence[Any], folder: Path, rounds: int) -> list[Function]:
-    """Return the callbacks as functions of a round's metrics.
-
-    Args:
-        callbacks: Functions, or ``transformers.TrainerCallback`` objects, as of :func:`taken`.
-        rounds: The number of rounds T.
-    """
+    """Return the callbacks as functions of a round's metrics."""
     from transformers import TrainerCallback
 
     return [_Events(c, folder, rounds) if isinstance(c, TrainerCallback) else c for c in callbacks]

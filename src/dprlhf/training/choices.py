@@ -86,11 +86,9 @@ class Candidate:
     """Settings that may be chosen: how users are spread over rounds, and their responses.
 
     Attributes:
-        partition: How users are assigned to rounds.
         rounds: T, the number of rounds.
         participations: k, the number of rounds that a user takes part in.
         bands: Number of rounds whose noise is correlated; 1 for independent noise.
-        responses: Number of responses to a prompt.
     """
 
     partition: Partition
@@ -106,9 +104,7 @@ class Choice:
 
     Attributes:
         plan: The plan of a run with these settings, from the accountant.
-        signal: What was assumed of the users' contributions.
         cosines: Expected cosine between each round's step and the mean gradient, ``[rounds]``.
-        learning_rate: The optimizer's learning rate for this number of rounds.
         seconds: Estimated duration; None without a measured time for a response.
         reward: Predicted rise of the mean reward; None without a prediction.
     """
@@ -237,7 +233,6 @@ def candidates(
         most_responses: Responses to users' prompts that the run may sample, N·k·(responses).
         rounds: Numbers of rounds T; those that leave fewer than 8 users to a round are left out,
             unless there is one number only.
-        responses: Numbers of responses to a prompt.
     """
     for partition in partitions:
         for count in rounds:
@@ -271,7 +266,6 @@ def guessed_noise(
 
     Args:
         releases: Number J of noised sums that a round releases.
-        replaced: Whether the adjacency is replace-one.
     """
     one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
     if partition_named(candidate.partition).disjoint:
@@ -319,12 +313,7 @@ def best_choices(
     Args:
         cost: Returns a candidate's plan; raises :class:`DprlhfError` for one that is refused.
         guess: Returns a plan with a guessed noise multiplier.
-        rate: Returns a candidate with its figures.
-        rank: What to be large in the best choice.
-        slow: Whether the accountant takes long for a candidate.
-        show: Number of choices to find.
         seconds: Time after which slow candidates are passed over.
-        progress: Called with the number of costed candidates and that of all.
 
     Returns:
         The choices, and how many candidates were passed over though their guess was good enough.
@@ -357,8 +346,6 @@ def planner(
 
     Args:
         users: Number N of users.
-        epsilon: ε to keep within.
-        adjacency: How neighbouring datasets differ.
         releases: Number J of noised sums that a round releases.
     """
 

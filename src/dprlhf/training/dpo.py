@@ -41,11 +41,7 @@ def preference_optimization(recipe: DPORecipe, sources: InMemoryInputs) -> Super
 
 
 class PreferredAnswers:
-    """The DPO loss and its derivatives, as weights of log-probabilities.
-
-    Args:
-        spec: The recipe: the columns, β and the kind of loss.
-    """
+    """The DPO loss and its derivatives, as weights of log-probabilities."""
 
     rows = 2
 
@@ -128,7 +124,6 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
 
     Args:
         data: The recipe's section: the columns, and how many tokens are kept.
-        examples: The pairs, those of a user adjacent.
     """
     length, most = data.max_completion_tokens, data.max_prompt_tokens
     both, answers = [], []

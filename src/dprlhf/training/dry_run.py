@@ -32,9 +32,6 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
         micro-batch (bytes), the reward on public responses, and the estimated time (seconds). The
         estimate leaves out the KL penalty and the importance ratio, a forward pass each, and
         evaluation during the run.
-
-    Raises:
-        DprlhfError: The run itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
     sources = sources or InMemoryInputs(None, None, None)
@@ -85,9 +82,6 @@ def dry_run_stage(
     Returns:
         The plan as :func:`dry_run` returns it, with ``seconds_a_row``; without public rows to time,
         that and the estimate are None.
-
-    Raises:
-        DprlhfError: The stage itself would fail for the same reason before its first round.
     """
     processes = Processes.connect()
     sources = InMemoryInputs(data, None, evaluation_data)

@@ -44,7 +44,6 @@ class Evaluated:
     Attributes:
         rewards: The rewards, ``[prompts]``.
         judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
-        measures: The built-in measures of the responses, by name.
     """
 
     rewards: NDArray[np.float64]
@@ -117,14 +116,10 @@ def evaluate(
         seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
         max_prompt_tokens: Longer prompts are cut on the left.
         base: Evaluate the base model (the adapter switched off) in place of the policy.
-        tick: Called with the number of rows done since the last call.
         judges: Judges by name; a response that a judge fails on has no score of it.
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
         processes: The processes that share the prompts, all of which call this function; None for
             this one alone. Each of them returns the whole.
-
-    Raises:
-        DprlhfError: ``compute_metrics`` returns something else than numbers by new names.
     """
     # An agent's responses hold what only the process that sampled them has.
     if processes is not None and (policy.sampler is not None or len(prompts) < processes.count):
@@ -175,11 +170,7 @@ ComputeMetrics = Callable[[Sequence[str], NDArray[np.float64], Sequence[Any]], A
 
 
 def _further(told: Any, taken: set[str], prompts: int) -> dict[str, RewardEstimate]:
-    """Return what ``compute_metrics`` told as measures, which have no standard error.
-
-    Raises:
-        DprlhfError: It is no mapping of names to numbers, or a name is taken.
-    """
+    """Return what ``compute_metrics`` told as measures, which have no standard error."""
     if not isinstance(told, Mapping):
         raise DprlhfError(
             f"compute_metrics: it must return a dictionary of numbers, not a {type(told).__name__}"

@@ -19,11 +19,7 @@ from dprlhf.rollout.batch import prompt_width, rows_of
 
 
 def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> None:
-    """Check that the tokenizer has a chat template if the data are conversations.
-
-    Raises:
-        DprlhfError: It has none.
-    """
+    """Check that the tokenizer has a chat template if the data are conversations."""
     if users.conversations and policy.tokenizer.chat_template is None:
         raise DprlhfError(
             f"data.prompt_column {data.prompt_column!r} holds conversations, and the policy's"
@@ -92,11 +88,7 @@ def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def end_token(model: CausalLMPolicy) -> int:
-    """Return the token that is learnt at the end of a text.
-
-    Raises:
-        DprlhfError: The tokenizer has none, or the model has no embedding for it.
-    """
+    """Return the token that is learnt at the end of a text."""
     end: int | None = model.tokenizer.eos_token_id
     if end is None:
         raise DprlhfError(
@@ -122,11 +114,7 @@ def pack(
     length: int,
     max_prompt_tokens: int,
 ) -> Responses:
-    """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens.
-
-    Raises:
-        DprlhfError: The model has no embedding for one of the tokens.
-    """
+    """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens."""
     width = prompt_width(examples, prompts, max_prompt_tokens)
     tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)

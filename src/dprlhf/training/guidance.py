@@ -41,11 +41,7 @@ class Guidance:
         self._subspace: Subspace | None = None
 
     def check(self, dimension: int) -> None:
-        """Check that there are enough public prompts, and fewer directions than dimensions.
-
-        Raises:
-            DprlhfError: There are not.
-        """
+        """Check that there are enough public prompts, and fewer directions than dimensions."""
         rank = self._settings.rank
         if rank >= dimension:
             raise DprlhfError(
@@ -168,9 +164,6 @@ def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) 
     """Return how many parts to take PUBLIC prompts in, and whether sampling keeps what it computes.
 
     There are often more of them than a round has users, and there is memory for a part alone.
-
-    Args:
-        prompts: Number of prompts of this process.
     """
     if isinstance(settings.update, recipe.PPO):
         return 1, False

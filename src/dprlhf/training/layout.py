@@ -52,9 +52,6 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
 
     Returns:
         A sentence for the privacy card.
-
-    Raises:
-        DprlhfError: A shape does not fit into memory, or a row changes with the others.
     """
     with random_adapter(policy):
         check_gradients(policy, shapes)
@@ -202,11 +199,7 @@ def _sampling(shapes: Shapes) -> str:
 
 
 def _check_padding(policy: CausalLMPolicy, shapes: Shapes) -> None:
-    """Refuse a model that gives tokens other probabilities behind padding, or by its cache.
-
-    Raises:
-        DprlhfError: It does, by more than rounding.
-    """
+    """Refuse a model that gives tokens other probabilities behind padding, or by its cache."""
     if policy.model.get_output_embeddings() is None:  # a classifier's texts begin at the left
         return
     exact = all(p.dtype in (torch.float32, torch.float64) for p in policy.network.parameters())
@@ -255,7 +248,6 @@ def _dependence(size: int, values: Callable[[Sequence[int | None]], Values]) -> 
     """Return in words how values of made-up users depend on the others; empty where they do not.
 
     Args:
-        size: Number of places in a batch.
         values: Returns the values of the user at each place, given their numbers.
 
     Raises:

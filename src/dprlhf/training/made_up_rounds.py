@@ -47,11 +47,8 @@ class Shapes:
     """The public numbers that decide the shapes of a run's batches.
 
     Attributes:
-        prompt: The longest prompt, in tokens.
-        response: The longest response, in tokens.
         rows: Number of rows for each prompt of a user.
         num_generations: Number of adjacent rows that share a prompt.
-        prompts: The most prompts of a user.
         update: The recipe's update, with its ``batch_size``.
         rollout: The settings of sampling; None where this process samples nothing.
         keeps: Whether the gradients take what sampling has computed.
@@ -144,11 +141,7 @@ def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> Static
 
 
 def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
-    """Let the policy's users be differentiated one at a time, where a pass with two of them errs.
-
-    Raises:
-        DprlhfError: A trained parameter has no part in the loss, or lets padding into it.
-    """
+    """Let the policy differentiate users one at a time, where a pass with two of them errs."""
     rows = _made_up(policy, shapes, [0, 2], 1, shapes.few)
     check_padding(policy, rows)
     if isinstance(shapes.update, recipe.PPO):

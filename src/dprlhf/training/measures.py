@@ -57,10 +57,8 @@ def drift_warnings(
     """Return what the RELEASED and public values of a run say against its result.
 
     Args:
-        rounds: The lines of ``metrics.jsonl``.
         reward_range: R, to which rewards are clipped.
         before: The base model on public prompts; None without them.
-        after: The tuned policy on the same.
     """
     found = []
     steps = [line for line in rounds if "released_gradient_norm" in line]
@@ -104,10 +102,7 @@ class WinRate:
     moved ties everywhere.
 
     Attributes:
-        rate: The share.
         low: Lower end of the 95% score interval (Wilson 1927); ties make it wider than need be.
-        high: Upper end.
-        ties: Number of prompts with equal scores.
         prompts: Number of prompts where both responses have a score.
     """
 
@@ -124,7 +119,6 @@ class Comparison:
 
     Attributes:
         difference: Mean of after − before on the same prompts and draws.
-        win_rate: The win rate with its confidence interval.
     """
 
     difference: RewardEstimate
@@ -186,11 +180,7 @@ class TokenLogs:
 
 
 def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> TokenLogs:
-    """Return the log-probabilities of the responses' tokens under the policy and the base model.
-
-    Args:
-        policy: The policy that sampled the responses, in its state then.
-    """
+    """Return the log-probabilities of the responses' tokens under the policy and the base model."""
     plain = base_logprobs(policy, responses, batch_size)
     if policy.is_base:
         return TokenLogs(plain, np.zeros_like(plain))
@@ -208,7 +198,6 @@ def measure(
     """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises.
 
     Args:
-        policy: The policy that sampled the responses, in its state then.
         logs: What :func:`token_logs` returns of them; None leaves out the measures that need it.
 
     Returns:

@@ -53,7 +53,6 @@ class Facts:
     Attributes:
         users: Number N of users.
         dimension: Number d of trained parameters.
-        probe: The signal and the reward at the start, on public prompts.
         seconds: Seconds a response takes in all, ``rollout``, ``reward`` and ``update``.
         evaluation: Number of public prompts that are evaluated before and after the run.
         model: The constants of the predicted reward; None where nothing predicts it.
@@ -137,12 +136,6 @@ def measure(
     Args:
         recipe: The settings; rounds and the like may be left to the planner.
         responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
-        prompts: Most public prompts that the signal is measured on.
-
-    Raises:
-        DprlhfError: The run itself would fail for the same reason, the recipe has no public
-            prompts, some of those that are taken are users', no signal can be measured on them, or
-            it is a non-private baseline.
     """
     if recipe.privacy.epsilon is None or recipe.privacy.baseline:
         raise DprlhfError(
@@ -206,17 +199,10 @@ def choose(
     that is another one.
 
     Args:
-        facts: What :func:`measure` found.
-        minutes: Longest duration of the run.
         responses: Most responses to users' prompts, N·k·(responses to a prompt). Without either
             limit, those that the recipe as it stands samples.
         rounds: Numbers of rounds to compare; none for a default list.
-        show: Number of choices.
         seconds: Time for the accountant.
-        progress: Called with the number of costed candidates and that of all.
-
-    Raises:
-        DprlhfError: No candidate fits into the budget.
     """
     recipe, privacy = facts.recipe, facts.recipe.privacy
     cost, guess = planner(
@@ -279,11 +265,7 @@ def allowed(candidate: Candidate, recipe: Recipe) -> bool:
 
 
 def with_choice(recipe: Recipe, candidate: Candidate) -> Recipe:
-    """Return a recipe with a candidate's settings, checked.
-
-    Raises:
-        ValidationError: The recipe does not allow them.
-    """
+    """Return a recipe with a candidate's settings, checked."""
     values = recipe.model_dump()
     values["rounds"] = candidate.rounds
     values["optimizer"] |= {"learning_rate": learning_rate_at(recipe, candidate.rounds)}

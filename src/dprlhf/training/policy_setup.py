@@ -30,9 +30,6 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
     Args:
         **given: Objects in place of what the recipe names, see
             :func:`dprlhf.policies.loading.load_policy`.
-
-    Raises:
-        DprlhfError: The policy cannot be loaded, or its context is too short.
     """
     temperature, seed = recipe.rollout.temperature, recipe.seed
     policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
@@ -65,9 +62,6 @@ def with_prompt_width(
 
     Args:
         tools: Tokens that an agent's tools take of each prompt.
-
-    Raises:
-        DprlhfError: The tools alone do not fit into a prompt.
     """
     data = recipe.data
     if "max_prompt_tokens" not in data.model_fields_set:

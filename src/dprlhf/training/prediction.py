@@ -91,13 +91,7 @@ class RewardModel:
 
 
 def reward_model(signal: Signal, start: float, reward_range: float) -> RewardModel | None:
-    """Return the constants of the prediction; None without a mean gradient, or with zero.
-
-    Args:
-        signal: The public users' contributions.
-        start: Mean reward at the start, on public prompts.
-        reward_range: The bound R on rewards.
-    """
+    """Return the constants of the prediction; None without a mean gradient, or with zero."""
     most = reward_range - start
     if not signal.gradient or most <= 0:
         return None

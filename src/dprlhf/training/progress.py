@@ -39,7 +39,6 @@ class RoundBar:
 
     Args:
         bar: A ``tqdm`` bar from 0 to 100 percent; disabled where no terminal shows it.
-        label: The text before the phase's name.
         rows_a_user: Number of rows of one user in each phase.
     """
 
@@ -75,11 +74,7 @@ class RoundBar:
 
 
 class Progress:
-    """All progress bars of a run; silent on processes other than the main one.
-
-    Attributes:
-        bars: Whether a terminal is shown bars.
-    """
+    """All progress bars of a run; silent on processes other than the main one."""
 
     def __init__(self, rows_a_user: int, *, disable: bool = False) -> None:
         self._rows_a_user = rows_a_user

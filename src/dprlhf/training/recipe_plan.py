@@ -55,9 +55,6 @@ def plan_of(
         users: The private users, or their number N.
         opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
             it keeps; empty for a new run, to which add-remove is refused.
-
-    Raises:
-        DprlhfError: A setting is out of range, or there are fewer users than rounds.
     """
     privacy = recipe.privacy
     stated = opened.get("adjacency")

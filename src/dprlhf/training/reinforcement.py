@@ -112,7 +112,6 @@ class Reinforcement:
     Attributes:
         recipe: The settings; :meth:`settle` replaces what they leave open.
         agent: Samples the trajectories of a policy with tools; None without them.
-        guidance: Finds the subspace of each round; None without one.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
         judges: The judges of the evaluation, by name; they see public responses alone.

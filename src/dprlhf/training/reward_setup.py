@@ -56,10 +56,8 @@ def check_rewards(
 
     Args:
         public: Public prompts, or neutral ones that stand in for them.
-        columns: The columns of the users' rows.
         private: Whether ``public`` are stand-ins, without columns.
         most_rows: Largest number of rows in a call.
-        state: What a reward is told of the run.
 
     Raises:
         DprlhfError: A reward fails, couples users, or needs a column that is missing; or no reward

@@ -73,9 +73,6 @@ def check_finite(run: Run, t: int) -> None:
 
     All of it is computed from RELEASED values and one made-up text. The weights from before the
     step stay in the checkpoint.
-
-    Raises:
-        DprlhfError: Weights, the optimizer's state, or what the policy computes is no number.
     """
     # The last one is a label of a classifier, which may have two.
     tokens = torch.arange(7, -1, -1, device=run.policy.device)[None]

@@ -65,7 +65,6 @@ class PreparedRun:
         plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
         earlier: The earlier runs whose privacy cost counts towards the total.
         public: All public rows of the recipe's evaluation; None without one.
-        guides: The public prompts of ``update.subspace``; None without them.
         rounding: What the check of rounding on this machine covered, for the privacy card.
     """
 
@@ -88,12 +87,10 @@ class Run(PreparedRun):
     :func:`dprlhf.training.build.open_run` creates it.
 
     Attributes:
-        stage: The part of the training that differs by kind of run.
         reservation: The run's place in the budget book; None without a book.
         key: The secret key that allocation and noise are derived from.
         gate: The only exit for values computed from users. Only the main process has it, so that
             the ledger has one writer.
-        callbacks: Functions that get each round's public and released metrics.
         put_back_torch_state: Sets torch's settings to those that the run was checked with.
         told_operator: Whether ``secret/`` has the first error of a reward.
     """
@@ -136,7 +133,6 @@ class Outcome:
     Attributes:
         released: The round's first release, ``[dimension]`` where it is a gradient.
         norms: The L2 norm of each user's contribution before clipping, ``[users]``.
-        metrics: Further released values for the round's line of metrics.
         secret: Further raw values for ``secret/``, JSON-ready.
     """
 
@@ -185,19 +181,10 @@ class Stage(Protocol):
         """
 
     def check_rows(self, rows: Any) -> None:
-        """Check that the stage can train on the private rows; an error quotes none of them.
-
-        Raises:
-            DprlhfError: A row lacks a value or has one that the stage does not know.
-        """
+        """Check that the stage can train on the private rows; an error quotes none of them."""
 
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
-        """Check that the model supports what the recipe asks for.
-
-        Raises:
-            DprlhfError: It does not; for example, the prompts are conversations and the tokenizer
-                has no chat template.
-        """
+        """Check that the model supports what the recipe asks for."""
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each row whether it has more tokens than the recipe keeps, ``[prompts]``."""
@@ -221,9 +208,6 @@ class Stage(Protocol):
 
         Args:
             folder: A temporary folder that has recipe, privacy card and ``policy/``.
-
-        Raises:
-            DprlhfError: The end of the run would fail.
         """
 
     def opened(self, folder: RunFolder) -> AbstractContextManager[None]:

@@ -53,7 +53,6 @@ def measure_signal(
     Args:
         prompts: PUBLIC prompts.
         recipe: The settled settings, with a finite clip norm.
-        responses: Numbers of responses to a prompt.
 
     Returns:
         The signals, and the mean reward.
@@ -120,7 +119,6 @@ def signal_of(
     Args:
         vectors: A vector for each public user, ``[users, dimension]``; one that is not finite
             counts as zero, as in a round.
-        clip_norm: Clip norm S.
         directions: Orthonormal directions of a subspace, ``[p, dimension]``; None for all
             coordinates.
         scale: Factor a of the coordinates before clipping.
@@ -157,7 +155,6 @@ def mean_product(a: torch.Tensor, b: torch.Tensor) -> float:
 
     Args:
         a: A vector for each user, ``[users, dimension]``, float64.
-        b: Another vector for each of the same users.
     """
     users = len(a)
     if users < 2:

@@ -111,10 +111,6 @@ class Supervised:
         task: The task, which turns rows of data into tokens and losses.
         tokens: The largest number of tokens in a row of data.
         widths: The largest numbers of tokens before what is learnt, and of what is learnt.
-        load: Loads the model that is trained.
-
-    Raises:
-        DprlhfError: Two columns of the data are one.
     """
 
     stateful: Mapping[str, Stateful] = MappingProxyType({})
@@ -208,11 +204,7 @@ class Supervised:
             )
 
     def _check_public(self, policy: CausalLMPolicy, public: Users, rows: Prompts) -> None:
-        """Refuse public rows that cannot be read, which would end the run after its first charge.
-
-        Raises:
-            DprlhfError: There is one. The message has its number (from 1).
-        """
+        """Refuse unreadable public rows, which would end the run after its first charge."""
 
         def read(some: NDArray[np.int64]) -> None:
             self.task.encode(policy, public.select(some, missing=False))

@@ -16,11 +16,7 @@ from dprlhf.recipe import Data
 
 
 def check_columns(data: Data) -> None:
-    """Refuse a section in which two keys name one column, so that no row could be read.
-
-    Raises:
-        DprlhfError: There are two.
-    """
+    """Refuse a section in which two keys name one column, so that no row could be read."""
     keys: dict[str, str] = {}
     for key in _column_keys(data):
         column = getattr(data, key)
@@ -89,10 +85,7 @@ def _made_up(kind: pa.DataType, answer: str, *, asked: bool, answered: bool) -> 
     """Return made-up values of a column: a text, a number or messages, or one of each of several.
 
     Args:
-        kind: The type of the column.
         answer: What the last message, or the end of a text, says.
-        asked: Whether it begins with a question.
-        answered: Whether it ends with an answer.
     """
     said = {"user": _ASKED} if asked else {}
     said |= {"assistant": answer} if answered else {}

@@ -120,7 +120,6 @@ def seconds_a_row(
 
     Args:
         task: The stage's task, which turns rows into tokens and losses.
-        rows: Public rows.
         batch_size: Sequences in a micro-batch.
 
     Returns:

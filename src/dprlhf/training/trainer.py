@@ -87,11 +87,7 @@ def _report(run: Run, t: int, outcome: Outcome) -> None:
 
 
 def complete(run: Run) -> Any:
-    """Evaluate, run the remaining rounds, evaluate again, and write policy and results.
-
-    Returns:
-        The stage's result, such as :class:`dprlhf.training.reinforcement.Result`.
-    """
+    """Evaluate, run the remaining rounds, evaluate again, and write policy and results."""
     stage, main = run.stage, run.processes.main
     card = privacy_card(run.recipe, run.plan, run.policy.dimension, run.key, run.earlier)
     card |= audits_of(run.folder)
@@ -191,9 +187,6 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
 
     Args:
         beside: An existing folder on the disk that the run will write to; None for any.
-
-    Raises:
-        DprlhfError: The end of the run would fail.
     """
     policy, recipe, records = prepared.policy, stage.recipe, prepared.earlier.records
     card = privacy_card(recipe, prepared.plan, policy.dimension, bytes(32), prepared.earlier)

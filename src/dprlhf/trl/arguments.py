@@ -108,11 +108,7 @@ def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
 
 
 def with_user_column(config: C, column: str | None) -> C:
-    """Return a copy of a trainer's config whose ``privacy_unit`` is the trainer's ``user_column``.
-
-    Raises:
-        DprlhfError: The config names another column, or it is no name.
-    """
+    """Return a copy of a config whose ``privacy_unit`` is the trainer's ``user_column``."""
     own: Any = copy.copy(config)
     if column is not None and not isinstance(column, str):
         raise DprlhfError(f"user_column: give the name of a column, not {column!r}")

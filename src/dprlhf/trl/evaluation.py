@@ -43,14 +43,8 @@ def evaluate_on(
     """Sample and score one response to each public prompt.
 
     Args:
-        recipe: The recipe, with a section ``evaluation``.
-        users: The private users, among whom no public row may be.
-        rows: The public rows, a ``datasets.Dataset``.
         log_probs: Measure KL and perplexity, too, as evaluations during a run do.
         first: Sample for so many of the rows alone; None for all.
-
-    Raises:
-        DprlhfError: A public row is a user's, too.
     """
     public = public_users(recipe, rows)
     check_public(recipe, users, public)
@@ -96,14 +90,7 @@ def _repeated(compute_metrics: ComputeMetrics | None, public: Prompts) -> Comput
 
 
 def check_best(metric: str, found: Evaluated) -> None:
-    """Check that evaluations during a run have the metric of ``metric_for_best_model``.
-
-    Args:
-        found: An evaluation with KL and perplexity.
-
-    Raises:
-        DprlhfError: They do not.
-    """
+    """Check that evaluations during a run have the metric of ``metric_for_best_model``."""
     told = {**as_metrics(found.estimates), **comparison_metrics(compared(found, found))}
     names = as_evaluation(dict.fromkeys(told, 0.0))
     if name_of_best(metric) not in names:

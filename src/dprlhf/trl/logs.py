@@ -74,9 +74,6 @@ class Log:
 
     Args:
         callbacks: ``transformers.TrainerCallback`` objects or classes.
-
-    Raises:
-        DprlhfError: A callback is of another type.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, args: Any) -> None:
@@ -91,11 +88,7 @@ class Log:
             self.add(callback)
 
     def add(self, callback: Any) -> None:
-        """Add a callback, an object or a class.
-
-        Raises:
-            DprlhfError: It is no ``TrainerCallback``.
-        """
+        """Add a callback, an object or a class."""
         one = callback() if isinstance(callback, type) else callback
         if not isinstance(one, TrainerCallback):
             raise DprlhfError(

@@ -41,16 +41,11 @@ def recipe_of(
     """Return the recipe of a private trainer.
 
     Args:
-        model: Hub id or folder of the model, or the model itself.
         adapter: The section ``policy.adapter``; None takes the default for the model.
-        rewards: The section ``rewards``.
         users: Number N of users.
         public: Number of public prompts for the evaluation; 0 without.
         quantization: Keys of the section ``policy`` for a quantised base model.
         agent: The keys of ``rollout.agent`` for which there are objects; none for plain responses.
-
-    Raises:
-        DprlhfError: A setting has no meaning here, or a wrong value.
     """
     args: Any = config
     participations = args.privacy_participations

@@ -25,14 +25,7 @@ _LONGEST = 80
 
 
 def continued(recipe: R, folder: RunFolder, again: bool | str | Path) -> R:
-    """Return the recipe of the run to continue, if it is a trainer's own.
-
-    Args:
-        again: True, the run folder, or the checkpoint in it.
-
-    Raises:
-        DprlhfError: There is no such run, or it has other settings.
-    """
+    """Return the recipe of the run to continue, if it is a trainer's own."""
     place = folder.path if again is True else Path(str(again))
     if _TRLS.fullmatch(place.name):
         raise DprlhfError(

@@ -25,9 +25,6 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
     Args:
         tuned: The result of a search.
         overrides: The overrides with which it was searched; they are written into the file.
-
-    Raises:
-        DprlhfError: The file cannot be written.
     """
     own = load_recipe(source, overrides)
     keys = [override.partition("=")[0] for override in overrides]

@@ -72,10 +72,6 @@ def public_rows(
         file: A file of public prompts, with the columns of the recipe's data, to be taken in place
             of the evaluation's rows.
         rows: Public rows in memory in place of those that ``recipe.evaluation`` names.
-        scored: Number of prompts on which trials are scored.
-
-    Raises:
-        DprlhfError: There are no public rows, too few of them, or they are the private ones.
     """
     final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
     spec = _spec(recipe, file)
@@ -136,7 +132,6 @@ def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
     """Return the prompts that stand in for nobody: those of the final evaluation and ``subspace``.
 
     Args:
-        found: The rows of its evaluation; None reads them.
         rows: As for :func:`public_rows`.
     """
     apart: set[str] = set()

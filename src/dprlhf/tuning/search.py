@@ -46,15 +46,11 @@ class Search:
     """A search that can be continued: its trials are kept in a file as they end.
 
     Args:
-        keys: The keys to search, from :func:`~dprlhf.tuning.space.keys_of`.
         storage: File of the trials. With the file of an earlier call, the search goes on.
-        minutes: Duration of this call.
         trials: Most trials of the search in all calls; None for no limit but the time.
-        users: Number N of private users; None counts them.
         stand_ins: Number N′ of stand-ins in a run; None takes N, or fewer where the time would not
             do for twelve trials.
         reward: One or several reward functions in memory in place of the recipe's.
-        seed: Seed of the sampler.
 
     Raises:
         DprlhfError: Optuna is not installed, the file has the trials of another search, or the
@@ -103,10 +99,8 @@ class Search:
 
         Args:
             told: Gets a line when a trial ends.
-            beat: Called now and then, for a progress bar.
 
         Raises:
-            DprlhfError: The recipe as it is cannot be run.
             KeyboardInterrupt: The search was interrupted; what has ended is kept.
         """
         self._before = beat
@@ -119,11 +113,7 @@ class Search:
             self._trial(told)
 
     def result(self) -> Tuned:
-        """Return what has been found so far.
-
-        Raises:
-            DprlhfError: Not one trial has ended.
-        """
+        """Return what has been found so far."""
         searched, confirmed = self._ended(confirming=False), self._ended(confirming=True)
         tried = ranked(searched)
         if not any(t.changes == {} for t in tried):

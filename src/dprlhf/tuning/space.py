@@ -115,11 +115,7 @@ SPACE: dict[str, Values | Factor] = {
 
 
 def keys_of(asked: Sequence[str]) -> list[str]:
-    """Return the keys to search, in the order of :data:`SPACE`; all of them for an empty list.
-
-    Raises:
-        DprlhfError: A key is not in the table.
-    """
+    """Return the keys to search, in the order of :data:`SPACE`; all of them for an empty list."""
     for key in asked:
         if key not in SPACE:
             near = nearest(key, SPACE)
@@ -225,9 +221,6 @@ def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some keys.
 
     Another ``update.name`` keeps those settings of the section that the new update has, too.
-
-    Raises:
-        DprlhfError: The recipe is refused with these values.
     """
     values = recipe.model_dump()
     for key, value in changes.items():

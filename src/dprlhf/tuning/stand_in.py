@@ -83,7 +83,6 @@ class StandInRun:
         curve: The evaluations in order, (round, mean reward), from round 0 to round T.
         kl: KL(π ‖ base) of a response at the end, in nats.
         penalty: The KL penalty at the end, ``kl.beta`` · kl, in units of the reward.
-        seconds: Duration of the whole stand-in run.
     """
 
     plan: Plan
@@ -120,7 +119,6 @@ def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
 
     Args:
         stand_ins: Number N′ of stand-ins.
-        dimension: Number d of released coordinates.
 
     Returns:
         m(N/N′ − 1)/(d z²); 0 with as many stand-ins as users, infinite without noise.
@@ -137,9 +135,6 @@ def count_users(recipe: Recipe) -> int:
 
     The rows are counted (with ``data.user_column``: the different users), and nothing else is done
     with them. Where every row is a user and the rows are not on this machine, N is ``data.limit``.
-
-    Raises:
-        DprlhfError: The users have to be counted and their rows cannot be read.
     """
     data = recipe.data
     if data.user_column is None and data.limit is not None and not Path(data.path).exists():
@@ -153,7 +148,6 @@ def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None)
 
     Args:
         stand_ins: Number N′ of stand-ins.
-        clip_norm: Clip norm S of the stand-in run; None for that of the private plan.
 
     Returns:
         A plan without a guarantee: its ε is infinite.
@@ -196,19 +190,14 @@ def run_stand_ins(
     a temporary one without a guarantee, which is removed at the end.
 
     Args:
-        public: The public prompts, from :func:`~dprlhf.tuning.public_rows.public_rows`.
-        users: Number N of private users; None takes :func:`count_users`.
         stand_ins: Number N′ of stand-ins; None takes N.
         every: Number of rounds between evaluations; None evaluates about four times.
         reward: One or several reward functions in memory in place of the recipe's.
-        seed: Seed of the order in which public prompts stand in.
         stop: Called after each evaluation during the run with the round and the mean public reward;
             a true answer ends the run.
 
     Raises:
         StoppedEarlyError: ``stop`` ended the run.
-        DprlhfError: The recipe cannot be run; the message says why.
-        KeyboardInterrupt: The run was interrupted.
     """
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))
@@ -264,9 +253,6 @@ def affordable(
 
     The time is measured on a micro-batch of public prompts. There are at least eight stand-ins for
     each round.
-
-    Raises:
-        DprlhfError: The recipe cannot be run; the message says why.
     """
     private = plan_of(recipe, users)
     sources = _sources(private, public, users, reward, 0)

@@ -21,7 +21,6 @@ class Tried:
         score: Mean over the runs of the public reward at the end, minus the KL penalty.
         standard_error: Standard error of its rise over the base model on the same prompts: of one
             run over its prompts, together with that over runs.
-        seconds: Mean duration of a run.
         kl: Mean KL(π ‖ base) of a response at the end, in nats.
         excess: :attr:`StandInRun.excess` of these settings.
     """
@@ -44,12 +43,10 @@ class Tuned:
     """The result of a search.
 
     Attributes:
-        recipe: The recipe with the settings that were chosen.
         own: The recipe as it was, in the runs that decided.
         best: The settings that were chosen; those of ``own`` where nothing was better.
         decided: All settings between which the last runs decided, the best one first.
         searched: All settings whose trials ended, in the search, the best one first.
-        stopped: Number of trials that were stopped early.
         failed: Messages of trials whose settings the recipe refused.
         users: Number N of private users that the runs imitate.
         stand_ins: Number N′ of stand-ins in a run.

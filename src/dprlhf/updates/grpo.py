@@ -57,7 +57,6 @@ def token_weights(
         advantages: Advantages divided by the user's number of responses, ``[rows]``; with rewards
             by turn those of each token, ``[rows, response]``.
         log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
-        spec: The recipe's ``update`` section.
     """
     real = responses.policy_mask.numpy()
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated

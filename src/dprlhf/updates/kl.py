@@ -48,11 +48,8 @@ def penalised(rewards: Array, log_ratio: Array, beta: float, bound: float) -> Ar
     """Return the rewards less the penalty, clipped to [−bound, bound].
 
     Args:
-        rewards: The reward of each response, ``[rows]``.
         log_ratio: Log-ratio log π_t − log π_ref of each response token, ``[rows, response]``; 0 on
             padding.
-        beta: The coefficient β.
-        bound: The bound R on a reward.
 
     Returns:
         Penalised rewards, ``[rows]``.

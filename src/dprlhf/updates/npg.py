@@ -68,7 +68,6 @@ def response_examples(
     Args:
         valid: Mask of the users with valid rewards, ``[users]``; the examples of others are zero.
         ratio: Truncated importance ratio ρ of each row, ``[rows]``.
-        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
     """
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
     root = np.where(counted_rows(responses, valid), np.sqrt(ratio), 0.0)

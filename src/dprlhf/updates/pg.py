@@ -57,7 +57,6 @@ def round_advantage_weights(
     With rewards by turn the weights are those of each token.
 
     Args:
-        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
         ratio: The importance ratio of each row, ``[rows]``; None means 1.
     """
     if ratio is None:
@@ -83,7 +82,6 @@ def advantage_weights(
             to the prompt.
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         ratio: The importance ratio of each row, ``[rows]``.
-        baseline: A name in :data:`~dprlhf.updates.baselines.BASELINES`.
 
     Returns:
         The weights, in the shape of the scores; with rewards by turn, ``[rows, response]``.

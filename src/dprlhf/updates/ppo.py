@@ -113,10 +113,7 @@ def train_copies(
     """Train a copy for each user of a micro-batch, fillers included.
 
     Args:
-        policy: The policy π_t, whose parameters are θ₀.
-        responses: The responses of all of the round's users.
         weights: Weight of each response token in the surrogate, ``[all rows, response]``.
-        spec: The local step size and number of steps.
         bound: Largest ‖θ − θ₀‖ after the projection.
 
     Returns:
@@ -146,11 +143,7 @@ class _Passes:
     """The surrogate's gradient for the users of a micro-batch, added up over its passes.
 
     Args:
-        policy: The policy π_t, whose parameters are θ₀.
         tokens: The tokens of all passes, ``[rows, prompt + response]``.
-        mask: 1 where a token is real, same shape.
-        responses: The responses of all of the round's users.
-        batch: The users and the shape of a pass.
     """
 
     def __init__(
@@ -176,7 +169,6 @@ class _Passes:
         Args:
             moves: Each user's difference from θ₀, ``[users, dimension]``.
             weight: Weight of each token, ``[users, places]``.
-            clip_range: The clip range of :func:`surrogate`.
         """
         policy, model = self._policy, self._policy.model
         total = torch.zeros_like(moves)
@@ -224,9 +216,6 @@ def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Te
 
     Args:
         real: Mask of the user's tokens, ``[users, places]``, on the CPU.
-        count: Number of minibatches in an epoch.
-        part: Index of the minibatch, from 0.
-        epoch: Seed of the permutation.
 
     Returns:
         The mask, ``[users, places]``.

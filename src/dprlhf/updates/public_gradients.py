@@ -49,9 +49,6 @@ def public_gradients(
     Args:
         responses: Responses to PUBLIC prompts, sampled as those of the round's users.
         scores: Their rewards, ``[rows]``.
-        reward_range: The bound R on rewards.
-        optimizer: The server-side optimizer, whose state some updates read.
-        tick: Called with the number of rows done since the last call.
 
     Raises:
         DprlhfError: The update releases something other than vectors of the policy's parameters.
@@ -94,10 +91,6 @@ def likelihood_gradients(
     It is the policy gradient (leave-one-out baseline) whose reward is a response's mean log μ a
     token, so a step along its mean over users lowers the base model's perplexity of what the policy
     writes. ``[users, dimension]``; the policy does not move.
-
-    Args:
-        responses: Responses to PUBLIC prompts, two or more to each.
-        optimizer: The server-side optimizer; it is not stepped.
     """
     tokens = np.maximum(responses.policy_mask.numpy().sum(1), 1)
     values = base_logprobs(policy, responses, batch_size).sum(1) / tokens

@@ -74,7 +74,6 @@ def response_pairs(responses: Responses, scores: Scores, valid: NDArray[np.bool_
     """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′).
 
     Args:
-        responses: The round's responses, an even number for each prompt.
         valid: Mask of the users with valid rewards, ``[users]``; the pairs of others are zero.
     """
     rows = np.arange(len(responses.user))
@@ -101,10 +100,8 @@ def loss_weights(
     """Return the weights of ∇ log π whose sum over a user's rows is −∇ of its loss, ``[rows]``.
 
     Args:
-        responses: The round's responses, an even number for each prompt.
         valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
         moved: Log-ratio Δ = log π_θ(y|x) − log π_t(y|x) of each response, ``[rows]``.
-        eta: The step size η of the loss.
     """
     if not len(responses.user):
         return np.empty(0)

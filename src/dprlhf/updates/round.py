@@ -68,10 +68,8 @@ class PrivateRound(Generic[P, R]):
         policy: The policy π_t; :meth:`step` moves it.
         scores: Rewards less the KL penalty, ``[rows]``; ``[rows, response]`` where the penalty is
             taken token by token.
-        plan: Clip norm, noise multiplier and divisor of every release.
         telemetry: The coordinates behind each user's vector in the round's first release, inside
             the same clip norm and noise, which release the mean reward.
-        reduce: Sums a tensor over all processes.
         gate: Turns the sum over all processes into a released mean.
         tick: Called with the number of rows done since the last call; for progress bars.
         subspace: The subspace in whose coordinates users' vectors are clipped and released; None

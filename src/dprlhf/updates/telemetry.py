@@ -27,7 +27,6 @@ class TelemetryCoordinates:
 
     Attributes:
         norm: Bound on the two coordinates together, ``SHARE`` · S; 0 leaves them out.
-        reward_range: The bound R on rewards, which are in [−R, R].
         noise_std: Standard deviation of the noise in a coordinate released in round t.
     """
 
@@ -41,7 +40,6 @@ class TelemetryCoordinates:
 
         Args:
             plan: The clip norm S (1 in a baseline without clipping) and the noise.
-            reward_range: The bound R on rewards.
         """
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         size = plan.expected_batch_size
@@ -129,7 +127,6 @@ class ValidShare:
 
         Args:
             noised: Noised number of users with valid rewards, over the expected number.
-            noise_std: Standard deviation of its noise.
             expected_users: Expected number of users in the round; the true one is secret.
         """
         self.rounds += 1

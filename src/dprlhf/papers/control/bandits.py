@@ -81,7 +81,6 @@ class Bandit:
     """The log-linear problem.
 
     Attributes:
-        d: Dimension of the features.
         truth: Parameter w* of the mean reward, ``[d]``.
         fresh: Features of contexts to evaluate on, ``[contexts, arms, d]``.
     """
@@ -140,10 +139,7 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
 
     Args:
         name: ``pg``, ``rebel``, ``tabular-pg`` or ``npg/ORACLE``.
-        d: Dimension of the log-linear problem.
-        users: Number N of users.
         epsilon: Privacy loss ε; infinite for a run without noise.
-        seed: Seed of the problem, its users and the noise.
     """
     if name == "tabular-pg":
         return _tabular(users, epsilon, seed)

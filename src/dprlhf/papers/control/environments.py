@@ -287,11 +287,7 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
 
 
 def make_environment(name: str) -> Environment:
-    """Return an environment by its name.
-
-    Raises:
-        DprlhfError: the name is unknown, or a package is missing.
-    """
+    """Return an environment by its name."""
     if name not in ENVIRONMENTS:
         raise DprlhfError(f"environment '{name}' is unknown; there are: {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name]()

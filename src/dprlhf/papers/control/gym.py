@@ -33,7 +33,6 @@ class Gymnasium:
 
     Attributes:
         name: Gymnasium's registered name, for example ``CartPole-v1``.
-        horizon: Largest number of steps of an episode.
         reward_range: Bound R on a step's reward; rewards are clipped to [−R, R].
         reset_draws: Uniform numbers of a reset; one is the seed of the environment's own.
         make: Makes an instance, in place of ``gymnasium.make``.

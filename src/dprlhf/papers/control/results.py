@@ -16,14 +16,7 @@ from dprlhf.runs.measurements import Result, write_results
 
 
 def write(found: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
-    """Write ``results/control.json`` and ``results/control.md``, and return the table.
-
-    Args:
-        found: by table.
-        out: the folder of ``results/``.
-        command: how to measure it again.
-        seeds: how many were asked for.
-    """
+    """Write ``results/control.json`` and ``results/control.md``, and return the table."""
     everything = [row for rows in found.values() for row in rows]
     results = rows_of(everything, command)
     write_results(out / "results" / "control.json", results)

@@ -24,7 +24,6 @@ class TrajectoryRows:
     """The rows of a round's trajectories (:class:`~dprlhf.policies.protocol.Rows`).
 
     Attributes:
-        chunks: The trajectories of all users.
         by_step: Whether a row is one step; else it is a whole trajectory.
     """
 
@@ -74,7 +73,6 @@ class ControlPolicy:
     """A small policy at its current parameters (:class:`~dprlhf.policies.protocol.ExplicitPolicy`).
 
     Attributes:
-        form: What its parameters mean.
         theta: Parameters θ, ``[d]``, float64; the optimizer moves them.
     """
 
@@ -99,7 +97,6 @@ class ControlPolicy:
         A chunk of trajectories has a fixed shape, so no user rounds another's scores.
 
         Args:
-            rows: Trajectories, or their steps.
             weights: ``[rows]`` where a row is a step, else ``[rows, horizon]``.
         """
         theta = self.theta.detach().numpy()

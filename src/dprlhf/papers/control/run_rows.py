@@ -62,9 +62,6 @@ def run_table(
         cache: Folder of finished runs.
         only: Take rows whose name contains this, and no others.
         changes: Settings that replace those of every row, for runs in miniature.
-
-    Raises:
-        DprlhfError: a recipe is unknown or cannot run.
     """
     rows = [row for row in TABLES[table]() if only in row.name]
     if changes:

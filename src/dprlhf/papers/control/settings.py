@@ -57,11 +57,7 @@ class TrajectoryPolicySettings(Settings):
     center: float = 0.0
 
     def build(self, environment: Environment) -> TrajectoryPolicy:
-        """Return the policy for an environment's observations and actions.
-
-        Raises:
-            DprlhfError: the policy cannot serve the action space.
-        """
+        """Return the policy for an environment's observations and actions."""
         size, actions = environment.size, environment.actions
         if (self.type == "linear") != environment.continuous:
             wanted = "linear" if environment.continuous else "log-linear or mlp"
@@ -212,11 +208,7 @@ class ControlRecipe(Settings):
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ControlRecipe:
-    """Read a YAML recipe; ``overrides`` maps dotted keys to values that replace the file's.
-
-    Raises:
-        DprlhfError: the file cannot be read, or a key or value is wrong.
-    """
+    """Read a YAML recipe; ``overrides`` maps dotted keys to values that replace the file's."""
     return make(read_settings(Path(path)), overrides, str(path))
 
 
@@ -228,12 +220,8 @@ def make(
     """Check settings and return them as a recipe.
 
     Args:
-        settings: What the YAML file holds.
         overrides: Dotted keys and the values that replace those of ``settings``.
         source: What an error message names as its origin.
-
-    Raises:
-        DprlhfError: a key or value is wrong.
     """
     tree: Any = copy.deepcopy(dict(settings))
     for key, value in (overrides or {}).items():

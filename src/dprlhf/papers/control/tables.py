@@ -46,8 +46,6 @@ class TableRow:
         settings: The recipe's file and overrides, or the arguments of ``kind``.
         paper: The paper's figure, as printed, with the privacy that it claims.
         goal: The least value that is asked for; None without a goal.
-        note: A remark shown beside the name.
-        group: The task.
     """
 
     name: str

@@ -57,11 +57,7 @@ def train(
     Args:
         key: 32 secret bytes: allocation and noise come from it.
         seed: Seed of the simulated users, and of the fresh trajectories that evaluate.
-        environment: in place of the recipe's name.
         watch: told each round t and the released θ_t that its users meet.
-
-    Raises:
-        DprlhfError: the recipe cannot run.
     """
     environment = environment or make_environment(recipe.environment)
     policy = recipe.policy.build(environment)

@@ -69,9 +69,7 @@ def collect(
     """Return the trajectories of a round's users.
 
     Args:
-        policy: The form of π_θ.
         theta: Parameters θ, ``[d]``.
-        round_: Round t, from 1.
         seed: Seed of the simulated population; user u's random numbers come from (seed, u).
         directions: Public perturbations, ``[directions, d]``: each user draws one of them and a
             sign, and acts with θ ± it. None: all act with θ.

@@ -63,8 +63,6 @@ class PrivateCounts:
     """Running sums of a stream, with the noise of the binary mechanism.
 
     Args:
-        shape: Shape of one episode's counts.
-        episodes: Number K of episodes in the stream.
         scale: Scale of the noise on one partial sum.
         mechanism: ``laplace`` or ``gaussian`` noise.
         rng: Where the noise comes from: a simulation's generator, no secret key.
@@ -120,11 +118,7 @@ def ucbvi(
     """Return the expected regret of each episode, ``[runs, episodes]``.
 
     Args:
-        episodes: Number K of episodes.
-        counting: How the counts are released.
         bonus: Factor of the exploration bonus; 1 is the theory's.
-        seed: Seed of states and noise.
-        runs: Independent repetitions, computed together.
         every: Episodes from one plan to the next; those between follow the last.
     """
     h_, s_, a_ = environment.horizon, environment.states, environment.actions

@@ -53,12 +53,10 @@ class ControlRound:
     """One round of a control task: the trajectories of its users, and the way to the policy.
 
     Attributes:
-        number: Round t, from 1.
         policy: The form of π_θ.
         theta: Parameters θ_t, ``[d]``, float64; the update moves them.
         plan: The clip norm S, the noise multiplier and the expected batch size.
         gate: The run's way from a clipped sum to a released mean.
-        optimizer: The optimizer of θ, which sees released values only.
         memory: Released values that later rounds use, by name.
         directions: Public perturbations of ``pgpe``, ``[K, d]``.
         leak: What a critic without noise remembers; empty in private runs.
@@ -96,7 +94,6 @@ class ControlRound:
 
         Args:
             rows: A vector of each user, ``[users, dimension]``.
-            dimension: Length of such a vector.
             extra: Further coordinates of each, of norm at most share · S, ``[users, e]``.
             share: Part of the clip norm S that the extra coordinates may have.
 

@@ -121,9 +121,6 @@ def exponent(epsilon: float, adjacency: Adjacency) -> float:
     """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε.
 
     Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
-
-    Raises:
-        DprlhfError: The adjacency is unknown.
     """
     check_adjacency(adjacency)
     return epsilon / 2 if adjacency == "replace-one" else epsilon
@@ -142,7 +139,6 @@ def choose(
         units: Losses L(w) from :func:`total_units`, summed over all processes, ``[candidates]``.
         epsilon: Privacy loss ε of the choice; infinite takes the smallest loss.
         key: Secret key; a pair of key and context is used for one choice only.
-        context: Name of this use of the key.
     """
     total = units.double().cpu().numpy()
     if math.isinf(epsilon):

@@ -78,9 +78,6 @@ class ISSP:
             scales the noise by its square root. Features of equal norm in no preferred direction
             have 1; 3 leaves room.
         ridge: Ridge κ in units of mB². Directions with a smaller share of the features are shrunk.
-
-    Raises:
-        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
@@ -131,7 +128,6 @@ class ISSP:
             users: Public number m of users; it sets τ_0 and κ.
             epsilon: Privacy loss ε of this fit; infinite adds no noise, and the test fails only for
                 a user with a leverage above τ_0 or a residual above ρ_0.
-            delta: Failure probability δ of this fit.
             uniform: Secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
             normals: Secret standard normal draws, ``[d]``, for the release.
 
@@ -198,9 +194,7 @@ def make_setup(lowest: float, epsilon: float, delta: float) -> Setup | None:
     """Return the constants with the least noise for add-remove (ε, δ); None where there are none.
 
     Args:
-        lowest: Leverage bound τ_0 of the lowest level.
         epsilon: Privacy loss ε of the fit; infinite for one without noise.
-        delta: Failure probability δ of the fit.
     """
     if math.isinf(epsilon):
         constants = proof_constants(lowest, 1)

@@ -35,7 +35,6 @@ def fit(
     """Fit the coefficients w of a linear model by a private least-squares oracle.
 
     Args:
-        oracle: The algorithm with its public settings.
         features: Features φ, array-like, ``[users, d]``; a row that is not finite counts as an
             absent user.
         targets: Targets A, ``[users]``.
@@ -45,9 +44,6 @@ def fit(
         users: Public number m of users. None takes the number of rows, which is public under
             replace-one and zero-out, and not under add-remove.
         key: Secret key of 32 bytes, never used for another fit. None draws one.
-
-    Raises:
-        DprlhfError: The shapes or the budget do not suit the oracle.
 
     >>> x = torch.eye(2).repeat(500, 1)
     >>> oracle = SufficientStatistics(feature_bound=1.0, target_bound=1.0, radius=1.0)

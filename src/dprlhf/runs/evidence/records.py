@@ -34,7 +34,6 @@ class Records:
         alone: Cost of this run by itself; ε is infinite without noise.
         total: Cost with all earlier runs and declared tuning runs.
         before: Cost of everything that ran before this run; None if nothing did.
-        finished: Whether the run left a final policy.
         contradictions: Sentences on records that disagree, so that no ε can be relied on.
     """
 

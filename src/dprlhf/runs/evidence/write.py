@@ -52,9 +52,6 @@ def write_evidence(
         out: The folder to write to; None takes ``comply`` in the run folder.
         limit: The organisation's threshold for ε; an alert says when it was crossed.
         date: The day to state; None takes today's, in UTC.
-
-    Raises:
-        DprlhfError: No run is there, its ledger was altered, or the files cannot be written.
     """
     with extra("report", "dprlhf comply"):
         import jinja2

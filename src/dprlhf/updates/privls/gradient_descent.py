@@ -61,9 +61,6 @@ class GradientDescent:
         target_bound: Bound R; targets and predictions are clipped to [−R, R].
         steps: The number of releases J.
         step_size: Step size of the descent, in units of 1/B².
-
-    Raises:
-        DprlhfError: A value is out of range.
     """
 
     name: ClassVar[str]
@@ -160,12 +157,8 @@ def projected_steps(
     """Return J = WBm / (2R z₁ √d) / step_size, from 1 to ``most``.
 
     Args:
-        users: The public number of users m.
         noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
             releases then has z₁√J.
-        dimension: Dimension d of the features.
-        feature_bound: Bound B on ‖φ‖.
-        target_bound: Bound R on targets.
         radius: Radius W of the ball that w is projected to.
         step_size: Step size in units of 1/B²; both terms of the error depend on J · step_size
             alone.
@@ -189,14 +182,9 @@ def improper_steps(
     """Return J = min((W²B²m² / (8R²z₁²))^(1/3), (WB/R)√m) / step_size, from 1 to ``most``.
 
     Args:
-        users: The public number of users m.
         noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
             releases then has z₁√J.
-        feature_bound: Bound B on ‖φ‖.
-        target_bound: Bound R on targets.
-        radius: Estimate W of ‖w*‖; it only sets J.
         step_size: Step size in units of 1/B²; both terms depend on J · step_size alone.
-        most: Upper limit on J, which bounds the work.
     """
     signal = radius * feature_bound / target_bound
     early = signal * math.sqrt(users)

@@ -48,7 +48,6 @@ class Examples:
     """The examples of a round's users.
 
     Attributes:
-        responses: The round's responses; the rows of an example are adjacent and of one user.
         weights: Weight of each row's ∇ log π, ``[rows]``.
         targets: Targets A, ``[examples]``.
         rows: Number of rows in an example.
@@ -73,7 +72,6 @@ def solve(
     """Return the oracle's solution w, ``[dimension]``, with ‖w‖ ≤ W.
 
     Args:
-        round_: The round, whose users are asked and whose gate releases the answers.
         spec: The recipe's oracle and its settings; W is its ``radius``.
         target_bound: Bound R on a target; ``spec.target_bound`` takes precedence.
     """
@@ -120,7 +118,6 @@ class RoundRelease:
 
     Attributes:
         round_: The round, whose gate releases the answers.
-        examples: The users' features and targets.
         read: Returns the tensor inside a ``Released`` for the oracle.
         gain: Factor on users' contributions before they are clipped.
         several: Whether there will be more than one call, so that features are worth caching.

@@ -74,13 +74,7 @@ class Select(Protocol):
 
 @dataclass(frozen=True)
 class Guarantee:
-    """(ε, δ)-differential privacy of one fit, as an upper bound.
-
-    Attributes:
-        epsilon: Upper bound ε; infinite for a fit without noise.
-        delta: Failure probability δ; 0 for pure differential privacy.
-        mechanism: Description of the mechanism, in words.
-    """
+    """(ε, δ)-differential privacy of one fit, as an upper bound."""
 
     epsilon: float
     delta: float
@@ -165,11 +159,7 @@ def check_positive(oracle: str, **values: float) -> None:
 
 
 def check_steps(oracle: str, steps: int) -> None:
-    """Check that there is at least one release.
-
-    Raises:
-        DprlhfError: There is none; the message names the oracle.
-    """
+    """Check that there is at least one release."""
     if not (isinstance(steps, int) and steps >= 1):
         raise DprlhfError(
             f"{oracle}: steps (J) must be a whole number of at least 1, not {steps};"

@@ -43,9 +43,6 @@ class SufficientStatistics:
         radius: Radius W; w is projected to ‖w‖ ≤ W.
         damping: Constant added to every eigenvalue besides, in units of B²: with it, w shrinks with
             the targets even where features have almost vanished.
-
-    Raises:
-        DprlhfError: A value is out of range.
     """
 
     feature_bound: float
