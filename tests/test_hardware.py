@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from dprlhf import hardware
-from dprlhf.hardware import default_torch_state, forked_rng, from_device, to_device
+from dprlhf.errors import DprlhfError
+from dprlhf.hardware import (
+    default_torch_state,
+    forked_rng,
+    from_device,
+    repeatable,
+    to_device,
+)
 from dprlhf.runs import measurements
 
 
@@ -214,3 +221,17 @@ def test_a_run_inside_inference_mode_takes_gradients() -> None:
     with torch.inference_mode(), default_torch_state():
         assert not torch.is_inference_mode_enabled()
         assert torch.ones(1, requires_grad=True).requires_grad
+
+
+def test_gradients_are_repeatable_and_a_program_keeps_its_own_choice() -> None:
+    """What a program has chosen for its own sums comes back."""
+    with default_torch_state():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with repeatable(), repeatable():
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    with pytest.raises(DprlhfError, match="put_ gives other bits each time"), repeatable():
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    with pytest.raises(RuntimeError, match="another"), repeatable():
+        raise RuntimeError("another error")

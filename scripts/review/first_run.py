@@ -1,16 +1,15 @@
 """A first run with nothing but its answers: what the defaults gain, and how long runs take.
 
-    PYTHONPATH=src python -m scripts.review.first_run
+    PYTHONPATH=src python -m scripts.review.first_run --kept FOLDER
 
-Writes rows to ``docs/results/first_run.json``. A small model is trained on this project's pages,
-and then tuned by ``dprlhf.train`` with a model, prompts, a reward, public prompts and ε alone. No
-default was chosen on these tasks:
+Writes rows to ``docs/results/first_run.json``. No default was chosen on these tasks (``TASKS``):
+two of a small model that is trained on this project's pages first, and four of SmolLM2-135M with
+sentences of Rotten Tomatoes for prompts, three of which are chats. ``dprlhf.train`` gets a model,
+prompts, a reward, public prompts and ε alone. In some tasks four in five users want the opposite of
+the others, which only their rows say; the gain is that of the majority.
 
-- ``short words``: everybody wants the share of spaces in a response to rise;
-- ``majority``: four in five users want it to fall and the others want it to rise, which only their
-  rows say. The gain is that of the majority.
-
-A gain is the mean over seeds of the difference on held-out public prompts.
+A gain is the mean over seeds of the difference on held-out public prompts. Several processes may
+fill one folder at a time (``--tasks``); then only the last, on an idle machine, says ``--timed``.
 """
 
 from __future__ import annotations
@@ -18,18 +17,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import re
 import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from scripts.from_trl.stand_ins import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import dprlhf
+from dprlhf.assets import resolve
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
@@ -44,9 +46,59 @@ PUBLIC = 192
 STEPS = 300
 
 
+class Task(NamedTuple):
+    """What users want: a reward of this module, and the share of them who want its opposite."""
+
+    reward: str
+    against: float = 0.0
+    question: str = "{}"
+    smollm2: bool = True
+
+    def prompt(self, text: str) -> Any:
+        """Return a text, or a chat about it."""
+        question = self.question.format(text)
+        return [{"role": "user", "content": question}] if question != text else text
+
+
+TASKS = {
+    "short words": Task("spaces", smollm2=False),
+    "majority": Task("spaces", 0.8, smollm2=False),
+    "commas": Task("commas"),
+    "chat, plain words": Task("plain_words", 0.0, "Continue this review: {}"),
+    "chat, the reader is spoken to": Task("second_person", 0.0, "What should I think of this? {}"),
+    "chat, majority against questions": Task("questions", 0.8, "A friend writes: {} Answer."),
+}
+
+
 def spaces(completions: list[str], **columns: Any) -> list[float]:
     """Return ten times the share of spaces, less what English has."""
-    return [10 * text.count(" ") / max(len(text), 1) - 1.5 for text in completions]
+    return [10 * text.count(" ") / max(len(text), 1) - 1.5 for text in _texts(completions)]
+
+
+def commas(completions: list[str], **columns: Any) -> list[float]:
+    """Return the number of commas, at most 4, less 1."""
+    return [min(text.count(","), 4) - 1.0 for text in _texts(completions)]
+
+
+def plain_words(completions: list[str], **columns: Any) -> list[float]:
+    """Return 1 less four times the share of words with more than seven letters."""
+    found = [re.findall("[A-Za-z]+", text) for text in _texts(completions)]
+    return [1 - 4 * sum(len(w) > 7 for w in ws) / max(len(ws), 1) for ws in found]
+
+
+def second_person(completions: list[str], **columns: Any) -> list[float]:
+    """Return the number of words such as "you", at most 3, less 1."""
+    pattern = re.compile(r"\b(you|your|yours|yourself)\b", re.IGNORECASE)
+    return [min(len(pattern.findall(text)), 3) - 1.0 for text in _texts(completions)]
+
+
+def questions(completions: list[str], **columns: Any) -> list[float]:
+    """Return 1 for a text with a question mark, otherwise −1."""
+    return [1.0 if "?" in text else -1.0 for text in _texts(completions)]
+
+
+def _texts(completions: list[Any]) -> list[str]:
+    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
 
 
 def sentences() -> list[str]:
@@ -87,15 +139,24 @@ def small_model(folder: Path) -> str:
     return str(folder)
 
 
-def one_run(model: str, task: str, users: int, epsilon: float, seed: int) -> dict[str, float]:
+def texts_of(task: Task, users: int, seed: int) -> tuple[list[str], list[str]]:
+    """Return public texts, and a text of each user."""
+    if not task.smollm2:
+        texts = sentences()
+        return texts[:PUBLIC], texts[PUBLIC + seed * users : PUBLIC + (seed + 1) * users]
+    folder = Path(resolve("asset:rotten-tomatoes"))
+    public, private = (pd.read_parquet(folder / f"{n}.parquet")["text"] for n in ("test", "train"))
+    return list(public[:PUBLIC]), random.Random(seed).sample(list(private), users)
+
+
+def one_run(model: str, task: Task, users: int, epsilon: float, seed: int) -> dict[str, float]:
     """Tune on so many users with the defaults, and return the gain and the two durations."""
-    texts = sentences()
-    public = [{"prompt": text, "wants": 1.0} for text in texts[:PUBLIC]]
-    own = texts[PUBLIC + seed * users : PUBLIC + (seed + 1) * users]
-    likes = [-1.0 if task == "majority" and i % 5 else 1.0 for i in range(users)]
-    rows = [{"prompt": t, "wants": w} for t, w in zip(own, likes, strict=True)]
+    texts, own = texts_of(task, users, seed)
+    public = [{"prompt": task.prompt(text), "wants": 1.0} for text in texts]
+    likes = [-1.0 if i % 5 < 5 * task.against else 1.0 for i in range(users)]
+    rows = [{"prompt": task.prompt(t), "wants": w} for t, w in zip(own, likes, strict=True)]
     reward = dprlhf.recipe.Reward(
-        function=f"{Path(__file__).resolve()}:spaces", times_column="wants"
+        function=f"{Path(__file__).resolve()}:{task.reward}", times_column="wants"
     )
     with tempfile.TemporaryDirectory() as place:
         started = time.monotonic()
@@ -111,9 +172,8 @@ def one_run(model: str, task: str, users: int, epsilon: float, seed: int) -> dic
         assert recipe.evaluation is not None
         guides = Guides(Users(rows_of(recipe.data, public), recipe.data), recipe.evaluation.prompts)
     assert result.difference is not None
-    sign = -1.0 if task == "majority" else 1.0
     return {
-        "gain": sign * result.difference.mean,
+        "gain": (-1.0 if task.against > 0.5 else 1.0) * result.difference.mean,
         "estimated": result.plan.rounds * seconds_a_round(recipe, result.plan, timing, guides),
         "measured": sum(sum(line["seconds"].values()) for line in lines),
         "whole": seconds,
@@ -124,33 +184,37 @@ def main() -> None:
     """Run every cell that is missing, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--users", type=int, nargs="+", default=[300, 1000])
+    parser.add_argument("--users", type=int, nargs="+", default=[300, 1000, 3000])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--timed", action="store_true", help="write how long it took, too")
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
-    folder = options.kept / "model"
-    model = str(folder) if folder.is_dir() else small_model(folder)
     rows, ratios = [], []
-    for task in ("short words", "majority"):
-        for users, epsilon in itertools.product(options.users, (4.0, 1.0)):
-            found = []
-            for seed in range(options.seeds):
-                file = options.kept / f"{task}-{users}-{epsilon:g}-{seed}.json"
-                if not file.is_file():
-                    file.write_text(json.dumps(one_run(model, task, users, epsilon, seed)))
-                found.append(json.loads(file.read_text()))
-                print(task, users, epsilon, seed, found[-1], flush=True)
-            ratios += [one["estimated"] / one["measured"] for one in found]
-            gains = [one["gain"] for one in found]
-            error = statistics.stdev(gains) / len(gains) ** 0.5
-            name = f"first run: {task}, {users} users, epsilon {epsilon:g}"
-            mean = statistics.fmean(gains)
-            rows += [
-                Result(f"{name}: gain", mean, "reward", "above 0", mean > 0, COMMAND),
-                Result(f"{name}: standard error of the gain", error, "reward", "", None, COMMAND),
-            ]
-    name, ratio = "first run: estimated over measured time of rounds", statistics.median(ratios)
-    within = abs(ratio - 1) <= 0.3
-    rows.append(Result(name, ratio, "1", "within 30% of 1", within, COMMAND))
+    for name, users, epsilon in itertools.product(options.tasks, options.users, (4.0, 1.0)):
+        task, found = TASKS[name], []
+        for seed in range(options.seeds):
+            file = options.kept / f"{name}-{users}-{epsilon:g}-{seed}.json"
+            if not file.is_file():
+                folder = options.kept / "model"
+                model = str(folder) if folder.is_dir() or task.smollm2 else small_model(folder)
+                model = resolve("asset:smollm2-135m") if task.smollm2 else model
+                file.write_text(json.dumps(one_run(model, task, users, epsilon, seed)))
+            found.append(json.loads(file.read_text()))
+            print(name, users, epsilon, seed, found[-1], flush=True)
+        ratios += [one["estimated"] / one["measured"] for one in found]
+        gains = [one["gain"] for one in found]
+        error = statistics.stdev(gains) / len(gains) ** 0.5
+        row = f"first run: {name}, {users} users, epsilon {epsilon:g}"
+        mean = statistics.fmean(gains)
+        least = mean > -2 * error
+        rows += [
+            Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, COMMAND),
+            Result(f"{row}: standard error of the gain", error, "reward", "", None, COMMAND),
+        ]
+    if options.timed:
+        row, ratio = "first run: estimated over measured time of rounds", statistics.median(ratios)
+        within = abs(ratio - 1) <= 0.3
+        rows.append(Result(row, ratio, "1", "within 30% of 1", within, COMMAND))
     write_results(OUT, rows)
 
 

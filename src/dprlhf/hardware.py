@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dprlhf.errors import DprlhfError
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,6 +59,38 @@ def from_device(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     found = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return found.copy_(tensor)
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Let torch choose kernels that give the same bits each time; for gradients.
+
+    On a GPU the backward pass of fused attention adds up in an order of chance wherever a row is
+    longer than a block, and so do sums by index.
+    """
+    import torch
+
+    # torch asks for it; on one stream its own workspaces give repeatable products in any case.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # its types lack what it has
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # nothing here reads what is empty
+    try:
+        yield
+    except RuntimeError as error:
+        operation, missing, _ = str(error).partition(" does not have a deterministic")
+        if not missing:
+            raise
+        raise DprlhfError(
+            f"gradients: {operation} gives other bits each time on this device, so one user's"
+            " influence cannot be bounded; try another model or device"
+        ) from None
+    finally:
+        memory.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import dprlhf
 from dprlhf import recipe
@@ -202,3 +203,27 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert result.policy.device.type == GPU
     kinds = [entry.kind for entry in read_ledger(tmp_path / "run/ledger.jsonl")]
     assert kinds == ["open", "charge", "commit", "charge", "commit"]
+
+
+def test_rows_longer_than_a_block_of_fused_attention_train(tmp_path: Path) -> None:
+    """Its backward pass adds up blocks in an order of chance unless it is told not to."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    config = LlamaConfig(**{**tiny.SMALL, **sizes, "head_dim": 64, "max_position_embeddings": 1024})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    result = dprlhf.train(
+        model=str(tmp_path / "model"),
+        prompts=[f"user {i} says " * 60 for i in range(40)],
+        reward=lambda prompts, completions, **columns: [float(len(c)) for c in completions],
+        policy__adapter={"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]},
+        policy__dtype="bfloat16",
+        data__max_prompt_tokens=600,
+        epsilon=8.0,
+        delta=1e-2,
+        rounds=2,
+        rollout__max_new_tokens=64,
+        output_dir=tmp_path / "run",
+        quiet=True,
+    )
+    assert len(result.metrics) == 2

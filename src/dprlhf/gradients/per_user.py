@@ -42,6 +42,7 @@ from dprlhf.gradients.ghost_norm import (
 )
 from dprlhf.gradients.layers import Layer, layers_of, unknown
 from dprlhf.gradients.threads import side_by_side
+from dprlhf.hardware import repeatable
 
 # The most elements of users' gradients that are joined: 2 MB in float64, 32 MB on an accelerator.
 _TOGETHER, _TOGETHER_ON_ACCELERATOR = 2**18, 2**22
@@ -118,7 +119,7 @@ class PerUserGradients:
             return
         self._seen.clear()
         # Whatever a program, such as a reward, has left switched off.
-        with torch.enable_grad(), self._attached():
+        with torch.enable_grad(), self._attached(), repeatable():
             scalar = loss()
             with exact_products(scalar.device):
                 # The anchor is an input of every trainable layer, and nothing else requires a
@@ -137,7 +138,7 @@ class PerUserGradients:
         """Take the gradient of a single user's loss by autograd."""
         if self._users != 1:
             raise ValueError("several users in a pass of an engine that takes one")
-        with torch.enable_grad():
+        with torch.enable_grad(), repeatable():
             scalar = loss()
             with exact_products(scalar.device):
                 gradients = gradient_of(scalar, self._parameters)
@@ -434,7 +435,10 @@ def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding."""
+    """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding.
+
+    Sums are :func:`~dprlhf.hardware.repeatable`.
+    """
     # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
     # the getter for all of them raises. The setter leaves no backend out.
     newer = hasattr(torch.backends, "fp32_precision")
@@ -446,7 +450,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
         everywhere = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), repeatable():
             yield
     finally:
         if everywhere is not None:

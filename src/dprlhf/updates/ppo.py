@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.gradients.micro_batches import MicroBatch, micro_batches
 from dprlhf.gradients.user_copies import local_copies
-from dprlhf.hardware import to_device
+from dprlhf.hardware import repeatable, to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
@@ -179,7 +179,8 @@ class _Passes:
             mask = to_device(self._mask[rows], policy.device)
             at = moves.detach().requires_grad_()
             # The backward pass, too: checkpointed layers are computed again in it.
-            with local_copies(model, policy.parameters, at, self._height // self._shared_rows):
+            copies = local_copies(model, policy.parameters, at, self._height // self._shared_rows)
+            with copies, repeatable():
                 logprobs = policy.response_logprobs(tokens, mask, self._length, self._shared_rows)
                 logprobs = logprobs.view(self._users, -1)
                 if first:
