@@ -1,14 +1,11 @@
-"""The private trainers against TRL's own: what they learn without noise, and what a step costs.
+"""The private trainers against TRL's own: what they learn without noise.
 
     python scripts/from_trl/against_trl.py              # writes docs/results/trl.json
 
-- learning: the same model, prompts, reward, batches and optimizer through TRL's trainer and through
-  the private one at ε = ∞, five seeds. Both start from a tiny random model; the reward is the share
-  of a completion's characters that are lower-case letters. What is compared is the mean reward of
-  completions that ``model.generate`` of transformers samples from both models after training.
-- time: a step of TRL's trainer over a step of the private one at ε = 8, alternating in one process,
-  for the same rows. The private step also clips each user, draws noise, charges the ledger and
-  saves a checkpoint; TRL's saves and logs nothing.
+The same model, prompts, reward, batches and optimizer go through TRL's trainer and through the
+private one at ε = ∞, five seeds. Both start from a tiny random model; the reward is the share of a
+completion's characters that are lower-case letters. What is compared is the mean reward of
+completions that ``model.generate`` of transformers samples from both models after training.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,11 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 import dprlhf.trl  # noqa: E402
-from bench import models  # noqa: E402
-from bench.measure import Turns, ratio  # noqa: E402
-from dprlhf.assets import resolve  # noqa: E402
-from dprlhf.errors import DprlhfError  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from from_trl.stand_ins import tiny_model  # noqa: E402
 
@@ -162,79 +155,13 @@ def learning(seeds: int) -> Iterator[Result]:
             yield Result(f"learning, {name}: standard error of the difference", error, "reward")
 
 
-def steps(
-    kind: tuple[Any, Any], model: str, count: int, lap: Callable[[], None], **given: Any
-) -> None:
-    """Take training steps on 12 prompts × 8 responses × 16 tokens; call ``lap`` after each."""
-    trainer, config = kind
-
-    class Laps(TrainerCallback):
-        def on_step_end(self, *arguments: Any, **named: Any) -> None:
-            lap()
-
-    prompts = [f"Film {i}: when the story began," for i in range(12 * count)]
-    with tempfile.TemporaryDirectory() as folder:
-        loop = trainer(
-            model=model,
-            reward_funcs=letters,
-            args=config(
-                **ALIKE | {"learning_rate": 1e-3},
-                output_dir=f"{folder}/run",
-                max_steps=count,
-                per_device_train_batch_size=96,
-                model_init_kwargs={"dtype": "float32"},
-                **given,
-            ),
-            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
-            callbacks=[Laps()],
-            peft_config=LoraConfig(
-                r=4, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
-                task_type="CAUSAL_LM",
-            ),
-        )  # fmt: skip
-        loop.remove_callback(PrinterCallback)
-        loop.train()
-
-
-def overhead(repeats: int) -> Iterator[Result]:
-    """Yield the time of a private step over that of TRL's."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            model = resolve("asset:smollm2-135m")
-        except DprlhfError:  # a random model of its shape
-            model = f"{folder}/model"
-            models.causal_lm("llama", small=False).save_pretrained(model)
-            models.byte_tokenizer().save_pretrained(model)
-        budget = {"privacy_epsilon": 8.0, "privacy_partition": "fixed"}
-        fast = {"gradient_checkpointing": False, "save_strategy": "no", "logging_strategy": "no"}
-        for name in TRAINERS:  # one pair at a time: each loop holds a model and its activations
-            loss = {"loss_type": "grpo"} if name == "GRPO" else {}
-            loops: dict[str, Callable[[Callable[[], None]], object]] = {}
-            for whose, kinds, given in (("TRL", TRAINERS, fast), ("private", PRIVATE, budget)):
-                loops[whose] = lambda lap, k=kinds[name], g=given | loss: steps(  # type: ignore[misc]
-                    k, model, repeats + 1, lap, **g
-                )
-            turns = Turns(loops)
-            turns.run()
-            laps = turns.laps
-            yield from ratio(
-                f"a private {name} step over TRL's: time", laps["private"], laps["TRL"]
-            )
-
-
 def main() -> None:
-    """Measure both and write the results."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", choices=("learning", "overhead"))
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    rows: list[Result] = []
-    if given.only != "overhead":
-        rows += learning(given.seeds)
-    if given.only != "learning":
-        rows += overhead(given.repeats)
+    rows = list(learning(given.seeds))
     for row in rows:
         print(f"{row.name}: {row.value:.3f} {row.unit} {row.goal} {row.holds}")
     write_results(RESULTS, rows)

@@ -1,8 +1,7 @@
 """SIGKILL at named points and in between, once or twice, then resume: nothing promised is broken.
 
-What each life must leave is in ``kills.py``; ``scripts/attack.py`` kills at every named point and
-at hundreds of others. Damaged, cut and full files are in ``test_folder.py`` and
-``test_ledger.py``; a dead process of several is in ``test_processes.py``.
+What each life must leave is in ``kills.py``. Damaged, cut and full files are in ``test_folder.py``
+and ``test_ledger.py``; a dead process of several is in ``test_processes.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed, for ``test_kills.py`` and ``scripts/attack.py``.
+"""Runs that are killed and resumed, for ``test_kills.py``.
 
 ``python kills.py FOLDER < CASES``: a list of cases as JSON. The libraries are imported once; each
 life of a run is a fork of this process, in which chosen functions note what passes, and one of them
