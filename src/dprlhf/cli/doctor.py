@@ -35,7 +35,10 @@ def examine() -> list[Finding]:
 
     Nothing is downloaded or written, and no token is shown.
     """
+    from dprlhf.assets import status
+
     free = shutil.disk_usage(Path.cwd()).free / 2**30
+    pull = "for the demo: dprlhf assets pull"
     return [
         Finding("python", platform.python_version()),
         *_versions(),
@@ -43,7 +46,10 @@ def examine() -> list[Finding]:
         _processes(),
         Finding("disk", f"{free:.1f} GiB free in {Path.cwd()}", free > 1),
         _hub(),
-        *_assets(),
+        *(
+            Finding(f"asset {one.name}", "ready" if one.ready else f"not there; {pull} {one.name}")
+            for one in status()
+        ),
     ]
 
 
@@ -114,15 +120,3 @@ def _hub() -> Finding:
     signed_in = huggingface_hub.get_token() is not None
     about = "a token is set" if signed_in else "no token: enough for public models; push needs one"
     return Finding("hub", about)
-
-
-def _assets() -> list[Finding]:
-    from dprlhf.assets import status
-
-    return [
-        Finding(
-            f"asset {asset.name}",
-            "ready" if asset.ready else f"not there; for the demo: dprlhf assets pull {asset.name}",
-        )
-        for asset in status()
-    ]

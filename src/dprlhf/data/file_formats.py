@@ -276,21 +276,17 @@ def _parsed(text: str) -> Any:
     try:
         return read(text)
     except RecursionError:
-        return read(_without_depths(text))
-
-
-def _without_depths(text: str) -> str:
-    """Return a JSON text with null in place of what has many more lists in lists than are read."""
-    kept, start, depth, most = [], 0, 0, DEPTH + 4
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
-        if found[0] in "[{":
-            depth += 1
-            if depth == most:
-                kept += [text[start : found.start()], "null"]
-        elif found[0] in "]}":
-            start = found.end() if depth == most else start
-            depth -= 1
-    return "".join([*kept, text[start:]])
+        # Null stands for what has many more lists in lists than are read.
+        kept, start, depth, most = [], 0, 0, DEPTH + 4
+        for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+            if found[0] in "[{":
+                depth += 1
+                if depth == most:
+                    kept += [text[start : found.start()], "null"]
+            elif found[0] in "]}":
+                start = found.end() if depth == most else start
+                depth -= 1
+        return read("".join([*kept, text[start:]]))
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

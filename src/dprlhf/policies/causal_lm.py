@@ -73,7 +73,12 @@ class CausalLMPolicy:
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.sampling = sampling or Sampling()
-        self.end_tokens = _end_tokens(model, tokenizer)
+        configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        every = configured if isinstance(configured, list) else [configured]
+        rows = model.get_input_embeddings().weight.shape[0]
+        asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
+        # A token without an embedding is never sampled, and cannot stand for a failed trajectory.
+        self.end_tokens = sorted(token for token in asked if 0 <= token < rows)
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
         self.checkpointed: list[Any] = []
@@ -499,15 +504,6 @@ def first_position(model: Any) -> int:
         if "position_embeddings" in name.split(".")  # or what an adapter wraps there
     ]
     return max((place + 1 for place in padding if place is not None), default=0)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    every = configured if isinstance(configured, list) else [configured]
-    rows = model.get_input_embeddings().weight.shape[0]
-    asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
-    # A token without an embedding is never sampled, and cannot stand for a failed trajectory.
-    return sorted(token for token in asked if 0 <= token < rows)
 
 
 def keep_unpacked(model: Any) -> None:

@@ -39,7 +39,17 @@ def load_policy(
             "model: it has an adapter already: load the base model afresh, as to continue a run;"
             " or merge it (merge_and_unload()) to build on it, and say what to train"
         )
-    _check_tokenizer(tokenizer)
+    if isinstance(tokenizer, str):
+        raise DprlhfError(
+            f"processing_class={tokenizer!r}: give the tokenizer, such as"
+            f" AutoTokenizer.from_pretrained({tokenizer!r}); None takes the model's own"
+        )
+    if hasattr(tokenizer, "tokenizer"):
+        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
+    if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
+        raise DprlhfError(
+            f"processing_class: give a tokenizer of transformers, not a {type(tokenizer).__name__}"
+        )
     if model is not None:
         refuse_foreign_hooks(model, "model")
         _check_model(model, whole=spec.adapter.type == "full")
@@ -85,21 +95,6 @@ def load_policy(
         policy.model.peft_config["default"].revision = spec.revision  # stored with the adapter
     policy.chat_template_kwargs = spec.chat_template_kwargs
     return policy
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    """Refuse what a program gives in place of a tokenizer; None is for the model's own."""
-    if isinstance(tokenizer, str):
-        raise DprlhfError(
-            f"processing_class={tokenizer!r}: give the tokenizer, such as"
-            f" AutoTokenizer.from_pretrained({tokenizer!r}); None takes the model's own"
-        )
-    if hasattr(tokenizer, "tokenizer"):
-        raise DprlhfError("processing_class: prompts are text here: give the processor's tokenizer")
-    if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
-        raise DprlhfError(
-            f"processing_class: give a tokenizer of transformers, not a {type(tokenizer).__name__}"
-        )
 
 
 def _check_model(model: Any, *, whole: bool) -> None:

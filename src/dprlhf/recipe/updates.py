@@ -280,22 +280,23 @@ def _of_its_class(value: Any) -> Any:
     """Validate the section ``update`` by the settings class that its name stands for."""
     if not isinstance(value, Mapping):
         return value
-    settings = _settings_class(value.get("name", "pg"))
-    return settings.model_validate(value)
-
-
-def _settings_class(name: Any) -> type[PrivateUpdate]:
+    name = value.get("name", "pg")
     if isinstance(name, str) and name in UPDATE_SETTINGS:
-        return UPDATE_SETTINGS[name]
-    from dprlhf.recipe.plugins import plugin_names
+        settings = UPDATE_SETTINGS[name]
+    else:
+        from dprlhf.recipe.plugins import plugin_names
 
-    if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
-        return update_plugin(name).settings
-    names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
-    wrong = PydanticCustomError("update_name", "Input should be {expected}", {"expected": names})
-    raise ValidationError.from_exception_data(
-        "update", [{"type": wrong, "loc": ("name",), "input": name}]
-    )
+        if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
+            settings = update_plugin(name).settings
+        else:
+            names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
+            wrong = PydanticCustomError(
+                "update_name", "Input should be {expected}", {"expected": names}
+            )
+            raise ValidationError.from_exception_data(
+                "update", [{"type": wrong, "loc": ("name",), "input": name}]
+            )
+    return settings.model_validate(value)
 
 
 Update = Annotated[SerializeAsAny[PrivateUpdate], BeforeValidator(_of_its_class)]

@@ -79,7 +79,21 @@ class ClassifierReward:
         self.__name__ = source
         # A mixture of experts couples the texts of a batch.
         self.dprlhf_per_user = any(mixing_layers(model))
-        self._label = _label_index(model.config, source, label)
+        labels = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
+        if label is None and len(labels) == 1:
+            self._label = None
+        else:
+            if label is None:
+                raise DprlhfError(
+                    f"classifier {source!r} has {len(labels)} labels ({', '.join(labels)}): "
+                    "say in `label` which one to reward"
+                )
+            if label not in labels:
+                raise DprlhfError(
+                    f"classifier {source!r} has no label {label!r}; "
+                    + suggestion(label, labels, "its labels")
+                )
+            self._label = labels.index(label) if len(labels) > 1 else None
         if text not in get_args(Text):
             raise DprlhfError(
                 f"classifier {source!r}: it cannot read the text {text!r}; "
@@ -320,20 +334,3 @@ def classifier_tokens(
             # Without special tokens an empty text has no token at all, which no model can read.
             found[row] = ids or [tokenizer.pad_token_id]
     return found
-
-
-def _label_index(config: Any, source: str, label: str | None) -> int | None:
-    labels = [str(config.id2label[i]) for i in range(config.num_labels)]
-    if label is None and len(labels) == 1:
-        return None
-    if label is None:
-        raise DprlhfError(
-            f"classifier {source!r} has {len(labels)} labels ({', '.join(labels)}): "
-            "say in `label` which one to reward"
-        )
-    if label not in labels:
-        raise DprlhfError(
-            f"classifier {source!r} has no label {label!r}; "
-            + suggestion(label, labels, "its labels")
-        )
-    return labels.index(label) if len(labels) > 1 else None

@@ -249,7 +249,8 @@ def _check_types(config: PrivacyFields) -> None:
             if isinstance(value, str) and (value.startswith("{") or value == AUTO):
                 continue
             kinds.remove(str)
-        if not any(_is(value, kind) for kind in kinds):
+        fits = (isinstance(value, _KINDS[kind][1]) for kind in kinds)  # True is an int for Python
+        if not any(fits) or (isinstance(value, bool) and bool not in kinds):
             taken = " or ".join(_KINDS[kind][0] for kind in kinds)
             raise DprlhfError(f"{name} takes {taken}, not {value!r}")
 
@@ -264,10 +265,6 @@ _KINDS: dict[type, tuple[str, type]] = {
     NoneType: ("None", NoneType),
 }
 """What a type is called in messages, and what is taken for it."""
-
-
-def _is(value: Any, kind: type) -> bool:
-    return isinstance(value, _KINDS[kind][1]) and (kind is bool or not isinstance(value, bool))
 
 
 _SAID: set[type] = set()

@@ -61,7 +61,20 @@ def recipe_of(
         "data": _data(args),
         "rewards": list(rewards),
         "reward_range": _reward_range(args),
-        "rollout": {**_rollout(args), "agent": _agent(args, agent)},
+        "rollout": {
+            "responses": args.num_generations,
+            "max_new_tokens": args.max_completion_length,
+            "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            "mask_truncated": args.mask_truncated_completions,
+            "batch_size": "auto",
+            "backend": "vllm" if args.use_vllm else "transformers",
+            **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
+            "agent": _agent(args, agent),
+        },
         "update": {
             **_update(args),
             "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
@@ -145,22 +158,6 @@ def _step_rule(kind: type[Any]) -> dict[str, Any]:
     return {name: own[name] for name in (
         "learning_rate", "adam_beta1", "adam_beta2", "optim", "lr_scheduler_type", "warmup_steps",
     )}  # fmt: skip
-
-
-def _rollout(args: Any) -> dict[str, Any]:
-    return {
-        "responses": args.num_generations,
-        "max_new_tokens": args.max_completion_length,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "mask_truncated": args.mask_truncated_completions,
-        "batch_size": "auto",
-        "backend": "vllm" if args.use_vllm else "transformers",
-        **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
-    }
 
 
 def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:

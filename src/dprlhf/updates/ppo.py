@@ -67,7 +67,7 @@ def _moves(
     """Yield each micro-batch's users, −1 for a filler, and their moves, ``[n, dimension]``."""
     if not responses.users:
         return
-    bound = _radius(round_, spec)
+    bound = round_.vector_clip_norm if spec.subspace is None else math.inf
     for batch in micro_batches(
         responses, spec.batch_size, alone=round_.policy.mixes_rows is not None
     ):
@@ -76,16 +76,6 @@ def _moves(
         yield batch.users, torch.where(of_users[:, None], moves, 0.0)
         if round_.tick is not None:
             round_.tick(int((batch.rows >= 0).sum()))
-
-
-def _radius(round_: PrivateRound, spec: recipe.PPO) -> float:
-    """Return the largest local move ‖θ − θ₀‖: what the clipping after it leaves whole.
-
-    There is no limit with a subspace, where the part of a move that lies in it is clipped alone.
-    """
-    if spec.subspace is not None:  # the public users to whom it is fitted have none either
-        return math.inf
-    return round_.vector_clip_norm
 
 
 def token_weights(responses: Responses, advantages: Array, log_ratio: Array) -> Array:

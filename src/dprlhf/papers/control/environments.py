@@ -219,7 +219,18 @@ class Dosing:
         meal = np.take_along_axis(meals, clock[:, None], 1)[:, 0]
         before = state[:, 0]
         for _ in range(10):
-            body = _minute(body, dose, meal)
+            # The expanded Bergman model a minute later: all compartments but glucose are linear and
+            # solved exactly; glucose is, with the mean of remote insulin and of the gut over the
+            # minute, for which it is stable whatever the dose.
+            p1, si, kabs, f, v = 3.17e-2, 2.9e-2, 1.2e-2, 0.8, 12.0
+            inputs = np.stack([*body.T[1:], dose], 1)
+            rest = inputs @ _LINEAR.T
+            x = (body[:, 1] + rest[:, 0]) / 2
+            gut = (body[:, 5] + rest[:, 4]) / 2
+            rate = p1 + si * x
+            level = (p1 * 291.0 + f * kabs / v * gut + f / v * meal) / rate
+            glucose = level + (body[:, 0] - level) * np.exp(-rate)
+            body = np.concatenate([glucose[:, None], rest[:, :5]], 1)
         seen = np.stack([clock.astype(np.float64), before, meal], 1)
         return np.concatenate([body, seen, meals], 1)
 
@@ -235,23 +246,6 @@ class Dosing:
         reward = 1 - np.tanh(np.abs(glucose - 80.0) / 7.0) ** 2
         reward = np.where((glucose < 65.0) | (glucose > 105.0), -1.0, reward)
         return new, reward, np.zeros(len(new), dtype=bool)
-
-
-def _minute(body: Array, dose: Array, meal: Array) -> Array:
-    """Return the expanded Bergman model a minute later.
-
-    All compartments but glucose are linear and solved exactly; glucose is, with the mean of remote
-    insulin and of the gut over the minute, for which it is stable whatever the dose.
-    """
-    p1, si, kabs, f, v = 3.17e-2, 2.9e-2, 1.2e-2, 0.8, 12.0
-    inputs = np.stack([*body.T[1:], dose], 1)
-    rest = inputs @ _LINEAR.T
-    x = (body[:, 1] + rest[:, 0]) / 2
-    gut = (body[:, 5] + rest[:, 4]) / 2
-    rate = p1 + si * x
-    level = (p1 * 291.0 + f * kabs / v * gut + f / v * meal) / rate
-    glucose = level + (body[:, 0] - level) * np.exp(-rate)
-    return np.concatenate([glucose[:, None], rest[:, :5]], 1)
 
 
 def _linear_minute() -> Array:

@@ -55,7 +55,14 @@ def fit(
     if not epsilon > 0:
         raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
     check_adjacency(adjacency)
-    users = _public_users(users, len(y), adjacency)
+    if users is None and adjacency == "add-remove":
+        raise DprlhfError(
+            "adjacency add-remove needs users, a public number of users: the number of rows is"
+            " private under it"
+        )
+    users = float(len(y)) if users is None else users
+    if not users > 0:
+        raise DprlhfError(f"users must be above 0, not {users:g}")
     key = new_key() if key is None else key
     if isinstance(oracle, Exponential):
         return _exponential(oracle, x, y, epsilon, delta, adjacency, key)
@@ -85,19 +92,6 @@ def _check_delta(oracle: Oracle, epsilon: float, delta: float) -> None:
             f"delta must be above 0 and below 1 for {type(oracle).__name__}, not {delta}; only"
             " exponential is pure"
         )
-
-
-def _public_users(users: float | None, rows: int, adjacency: Adjacency) -> float:
-    """Return the public number of users m; under add-remove it has to be given."""
-    if users is None and adjacency == "add-remove":
-        raise DprlhfError(
-            "adjacency add-remove needs users, a public number of users: the number of rows is"
-            " private under it"
-        )
-    users = float(rows) if users is None else users
-    if not users > 0:
-        raise DprlhfError(f"users must be above 0, not {users:g}")
-    return users
 
 
 def _arrays(features: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
