@@ -6,7 +6,6 @@ An unknown key or a bad value is refused before anything is loaded, with the nea
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.recipe.adapters import ADAPTERS
-from dprlhf.recipe.agent import Agent
 from dprlhf.recipe.base import (
     IN_MEMORY,
     Experimental,
@@ -39,6 +38,7 @@ from dprlhf.recipe.private_update import Oracle, PrivateUpdate
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
+    Agent,
     Optimizer,
     Reward,
     Rollout,

@@ -8,6 +8,7 @@ of its own offers one as an entry point (:class:`UpdatePlugin`).
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -21,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dprlhf.errors import DprlhfError, nearest, one_line
 from dprlhf.recipe.base import PositiveFloat, PositiveInt
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
 
@@ -265,15 +267,40 @@ def update_plugin(name: str) -> UpdatePlugin:
         DprlhfError: No package or more than one offers it, or it cannot be imported.
         ValueError: It is not an :class:`UpdatePlugin`.
     """
-    from dprlhf.recipe.plugins import load_plugin
-
-    plugin = load_plugin(ENTRY_POINT_GROUP, name)
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    sources = sorted({point.value for point in points if point.name == name})
+    if not sources:
+        known = _plugin_names()
+        near = nearest(name, known)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise DprlhfError(
+            f"no installed package offers the update plugin {name!r}; "
+            f"{hint}installed plugins: {', '.join(known) or 'none'}"
+        )
+    if len(sources) > 1:
+        raise DprlhfError(
+            f"several packages offer the update plugin {name!r} ({', '.join(sources)}): uninstall"
+            " all but one"
+        )
+    try:
+        plugin = next(point for point in points if point.name == name).load()
+    except (Exception, SystemExit) as problem:
+        message = one_line(problem, None)
+        shown = f"{type(problem).__name__}: {message}" if message else type(problem).__name__
+        raise DprlhfError(
+            f"the update plugin {name!r} ({sources[0]}) cannot be loaded: {shown}"
+        ) from problem
     if not isinstance(plugin, UpdatePlugin) or not issubclass(plugin.settings, PrivateUpdate):
         raise ValueError(
             f"the update plugin {name!r} is no dprlhf.recipe.UpdatePlugin(settings, function) whose"
             " settings are a subclass of dprlhf.recipe.PrivateUpdate"
         )
     return plugin
+
+
+def _plugin_names() -> list[str]:
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return sorted({point.name for point in points})
 
 
 def _of_its_class(value: Any) -> Any:
@@ -283,19 +310,15 @@ def _of_its_class(value: Any) -> Any:
     name = value.get("name", "pg")
     if isinstance(name, str) and name in UPDATE_SETTINGS:
         settings = UPDATE_SETTINGS[name]
+    elif name in (offered := _plugin_names()):
+        settings = update_plugin(name).settings
     else:
-        from dprlhf.recipe.plugins import plugin_names
-
-        if name in (offered := plugin_names(ENTRY_POINT_GROUP)):
-            settings = update_plugin(name).settings
-        else:
-            names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
-            wrong = PydanticCustomError(
-                "update_name", "Input should be {expected}", {"expected": names}
-            )
-            raise ValidationError.from_exception_data(
-                "update", [{"type": wrong, "loc": ("name",), "input": name}]
-            )
+        names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
+        expected = {"expected": names}
+        wrong = PydanticCustomError("update_name", "Input should be {expected}", expected)
+        raise ValidationError.from_exception_data(
+            "update", [{"type": wrong, "loc": ("name",), "input": name}]
+        )
     return settings.model_validate(value)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from dprlhf import recipe
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rewards import Scorer
+from dprlhf.recipe import Recipe, Reward
+from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample
@@ -215,3 +217,94 @@ def _joined(
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }
     return Responses(**{**vars(found[0]), **of_all})
+
+
+SAMPLES = 5
+"""Number of public responses that each evaluation during the run keeps."""
+
+
+def first_samples(found: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
+    """Yield the first few prompts and responses of an evaluation during the run, with rewards."""
+    for row, text in enumerate(found.responses.texts[:SAMPLES]):
+        line: dict[str, Any] = {
+            "round": round_,
+            "prompt": found.responses.prompts.prompts[row],
+            "response": text,
+            "reward": float(found.rewards[row]),
+        }
+        if found.judges:
+            line["judges"] = found.judged(row)
+        yield line
+
+
+def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
+    """Return every public prompt with both policies' responses and their rewards."""
+    found = []
+    for row, prompt in enumerate(after.responses.prompts.prompts):
+        sample: dict[str, Any] = {"prompt": prompt}
+        for when, one in (("before", before), ("after", after)):
+            sample[when] = one.responses.texts[row]
+            sample[f"reward_{when}"] = float(one.rewards[row])
+            if one.judges:
+                sample[f"judges_{when}"] = one.judged(row)
+        found.append(sample)
+    return found
+
+
+def figures(before: Evaluated, after: Evaluated) -> dict[str, Any]:
+    """Return the estimates of both policies by name, and how they compare."""
+    both = {"before": before, "after": after}
+    found: dict[str, Any] = {
+        when: {name: estimate.as_dict() for name, estimate in one.estimates.items()}
+        for when, one in both.items()
+    }
+    found["compared"] = {name: one.as_dict() for name, one in compared(before, after).items()}
+    return found
+
+
+if TYPE_CHECKING:
+    import torch
+
+_UNCLIPPED = sys.float_info.max
+_TRIED = 4
+"""Number of public responses on which each judge is tried before the first round."""
+
+
+def judge_scorers(
+    recipe: Recipe, policy: CausalLMPolicy, public: Prompts | None, *, device: str | torch.device
+) -> dict[str, Scorer]:
+    """Load the judges of ``evaluation.judges``, and try each on a few public responses.
+
+    During the run a judge that fails costs no more than its score: the run is not stopped.
+
+    Args:
+        policy: The policy, which samples the responses to try them on.
+
+    Raises:
+        DprlhfError: A judge cannot be loaded, or scores none of the responses.
+    """
+    specs = recipe.evaluation.judges if recipe.evaluation is not None else {}
+    if not specs or public is None:
+        return {}
+    judges = {
+        name: Scorer([load_reward(Reward(function=function), device=device)], _UNCLIPPED)
+        for name, function in specs.items()
+    }
+    some = public.first(_TRIED)
+    responses = sample(
+        policy,
+        some,
+        public_sampling_settings(recipe.rollout, len(some), 1),
+        key=bytes(32),
+        context=("evaluation", recipe.seed),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    for name, judge in judges.items():
+        scores = score_responses(judge, responses)
+        if not scores.valid.any():
+            kinds = ", ".join(scores.failures) or "no score"
+            raise DprlhfError(
+                f"evaluation.judges.{name}: it scores none of {len(scores.valid)} public responses"
+                f" ({kinds}); try it with dprlhf reward-check"
+            )
+    return judges

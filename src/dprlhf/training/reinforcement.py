@@ -39,8 +39,15 @@ from dprlhf.rewards.reward import RoundState
 from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
-from dprlhf.training.evaluate import Evaluated, compared, comparison_metrics, evaluate
-from dprlhf.training.evaluation_files import figures, first_samples, samples
+from dprlhf.training.evaluate import (
+    Evaluated,
+    compared,
+    comparison_metrics,
+    evaluate,
+    figures,
+    first_samples,
+    samples,
+)
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import (
     Comparison,
@@ -300,7 +307,7 @@ class Reinforcement:
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = {}
         if recipe.evaluation is not None and recipe.evaluation.judges:
-            from dprlhf.training.judging import judge_scorers
+            from dprlhf.training.evaluate import judge_scorers
 
             self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
             judging = self.judges.items()

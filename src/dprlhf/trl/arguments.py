@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from datasets import concatenate_datasets
 from peft import PeftModel
+from trl.chat_template_utils import add_response_schema
 
+from dprlhf.agents.rewards import ENVIRONMENT_REWARD, environment_reward, rewarding
+from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
 from dprlhf.data.given_rows import rows_from
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import fresh_lora
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.recipe import Recipe
+from dprlhf.recipe import Recipe, Reward
+from dprlhf.rewards.reward import name_of
 from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.trl.config import PrivacyFields
 
@@ -128,3 +134,69 @@ def refuse_optimizers(optimizers: Any) -> None:
             "optimizers: the optimizer steps along released gradients, and a resumed run makes it"
             " again: name it in args (optim, learning_rate, lr_scheduler_type)"
         )
+
+
+def with_response_template(tokenizer: Any) -> None:
+    """Give a tokenizer the response template of its chat template, where TRL knows one.
+
+    One that has a template keeps it. For one that TRL does not know, calls are read as Qwen and
+    Hermes models write them (:data:`dprlhf.agents.chat.PLAIN`).
+    """
+    if getattr(tokenizer, "response_template", None) is None:
+        with contextlib.suppress(ValueError):
+            add_response_schema(tokenizer)
+
+
+def trl_rewards(
+    reward_funcs: Any,
+    weights: Sequence[float] | None,
+    processing_classes: Any,
+    *,
+    alone: bool = True,
+) -> list[GivenReward]:
+    """Return the rewards of a trainer.
+
+    Args:
+        reward_funcs: A name of a sequence classifier, a model, a callable, or a list of these.
+        weights: A weight for each; None for weights 1.
+        processing_classes: A tokenizer for each model; None for the model's own.
+        alone: Whether no environment gives a reward beside them.
+
+    Raises:
+        DprlhfError: There is no reward, or the lengths differ.
+    """
+    if alone and (reward_funcs is None or reward_funcs in ([], ())):
+        raise DprlhfError("reward_funcs: give a reward: a callable, a classifier's name or a model")
+    return given_rewards(reward_funcs, weights, processing_classes)
+
+
+def names_of(rewards: Sequence[GivenReward], environments: Any = None) -> list[str]:
+    """Return the names of rewards in the logs, as TRL gives them.
+
+    Args:
+        environments: TRL's ``environment_factory``, whose classes name the reward that they give.
+    """
+    return [_name(reward.settings, reward.given, environments) for reward in rewards]
+
+
+def means_of(rewards: Sequence[GivenReward], names: Sequence[str]) -> dict[str, str]:
+    """Return further names of the released mean: that of a sum does not show its terms."""
+    if len(rewards) == 1 and rewards[0].settings.weight == 1.0:
+        return {"reward": f"rewards/{names[0]}/mean"}
+    return {}
+
+
+def function_of(reward: GivenReward) -> Any:
+    """Return what computes a reward: what was given, or the function or classifier of that name."""
+    name = reward.settings.name
+    return reward.given or (environment_reward if name == ENVIRONMENT_REWARD else name)
+
+
+def _name(settings: Reward, given: Any, environments: Any) -> str:
+    if given is None and settings.name == ENVIRONMENT_REWARD:
+        return "+".join(rewarding(environments))
+    if given is None:
+        return Path(settings.name).name
+    if is_model(given):
+        return Path(str(getattr(given.config, "name_or_path", "") or type(given).__name__)).name
+    return name_of(given)

@@ -52,11 +52,16 @@ from dprlhf.training.run import Run
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import (
     adapter_in,
+    function_of,
+    means_of,
+    names_of,
     parts_of,
     policy_of,
     refuse_optimizers,
     rows_of,
     together,
+    trl_rewards,
+    with_response_template,
     with_user_column,
     without_adapter,
 )
@@ -65,8 +70,6 @@ from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, pu
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
 from dprlhf.trl.resuming import continued
-from dprlhf.trl.rewards import function_of, means_of, names_of, trl_rewards
-from dprlhf.trl.tools import with_response_template
 from dprlhf.trl.words import in_trls_words
 
 C = TypeVar("C", bound=PrivacyFields)
