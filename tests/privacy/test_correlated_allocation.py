@@ -87,7 +87,7 @@ def test_both_sides_are_bounded_closely_from_above(
 def test_the_add_side_alone_is_bounded_closely() -> None:
     noise, at = 1.0, 1.0
     true = by_integration(noise_matrix(2, 2), noise, at, "add")
-    sample = correlated._sample(noise, 2, 2, at, "add", "certificate", 2**18)
+    sample = correlated._samples(noise, 2, 2, [(at, "add")], "certificate", 2**18)[0]
     low, high = sample.bounds(np.array([at]), 1e-9)
     assert low[0] < true < high[0] < low[0] * 1.1
 
@@ -159,7 +159,7 @@ def test_delta_pays_for_the_probability_of_a_wrong_bound(monkeypatch: pytest.Mon
 
 
 def test_the_confidence_bound_is_maurer_and_pontil_s() -> None:
-    sample = correlated._sample(1.0, 3, 3, 1.0, "remove", "search", 5000)
+    sample = correlated._samples(1.0, 3, 3, [(1.0, "remove")], "search", 5000)[0]
     points = np.array([0.9, 1.0, 1.1])
     mean, deviation = sample.moments(points)
     log = math.log(2 * 2 * 3 / 1e-6)
@@ -177,7 +177,7 @@ def test_the_confidence_bound_is_maurer_and_pontil_s() -> None:
 def test_no_value_exceeds_its_bound(
     side: Side, rounds: int, bands: int, noise: float, at: float
 ) -> None:
-    sample = correlated._sample(noise, rounds, bands, at, side, "search", 2**15)
+    sample = correlated._samples(noise, rounds, bands, [(at, side)], "search", 2**15)[0]
     ratio, weight = np.exp(sample.log_ratio), np.exp(sample.log_weight)
     for e in (0.9 * at, at, 1.3 * at):
         above = ratio - math.exp(e) if side == "remove" else 1 - math.exp(e) * ratio
@@ -188,7 +188,7 @@ def test_no_value_exceeds_its_bound(
 @pytest.mark.parametrize("side", SIDES)
 def test_weights_are_those_of_the_proposal(side: Side) -> None:
     """E[dQ/dq] = 1 and E[dP/dq] = 1: the density that values are divided by is what was drawn."""
-    sample = correlated._sample(2.0, 6, 3, 0.2, side, "certificate", 2**17)
+    sample = correlated._samples(2.0, 6, 3, [(0.2, side)], "certificate", 2**17)[0]
     for logs in (sample.log_weight, sample.log_weight + sample.log_ratio):
         values = np.exp(logs)
         error = values.std() / math.sqrt(len(values))
@@ -210,7 +210,7 @@ def test_the_certificate_s_draws_are_of_no_search(monkeypatch: pytest.MonkeyPatc
     _, cost = noise_multiplier(2.0, DELTA, rounds=3, bands=3)
     assert cost.epsilon <= 2.0
     assert all(len(uses) == 1 for uses in used.values())
-    assert {use for uses in used.values() for use in uses} == {"search", "certificate"}
+    assert {use for uses in used.values() for use in uses} == {"search", "few", "certificate"}
 
 
 def test_the_same_terms_give_the_same_epsilon() -> None:

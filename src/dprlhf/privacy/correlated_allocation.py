@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +31,10 @@ from scipy.special import gammaln, ndtri
 
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.correlated_noise import noise_matrix
+from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.randomness import uniforms
 
 Array = NDArray[np.float64]
 
@@ -48,6 +51,7 @@ _SLACK = 1e-9  # relative allowance for float64 and for the 52 bits of a uniform
 
 _KEY = b"correlated noise, random alloc. "  # public: the draws are not of anybody's data
 _DRAWS = 2**20
+CURVE_PART = 4  # as many times fewer are drawn for :func:`curve`
 _ROUGH_DRAWS = 2**15
 _BLOCK = 2**14
 _FOLDS = 6
@@ -234,39 +238,43 @@ class _Sample:
         return np.maximum(mean - width, 0.0), np.minimum(mean + width, 1.0)
 
 
-def _sample(
-    noise: float, rounds: int, bands: int, epsilon: float, side: Side, use: str, draws: int
-) -> _Sample:
-    """Draw from the proposal that suits ``epsilon``; each use has its own draws."""
-    make = _remove_proposal if side == "remove" else _add_proposal
-    proposal = make(noise, rounds, bands, epsilon)
-    columns = noise_matrix(rounds, bands) / noise
-    half = (columns**2).sum(0) / 2
+def _samples(
+    noise: float, rounds: int, bands: int, near: Sequence[tuple[float, Side]], use: str, draws: int
+) -> list[_Sample]:
+    """Draw from the proposals that suit each ε and side; each use has its own draws."""
     # The search compares many z and ε, which is smooth where all see the same draws. What is
     # certified has draws of its own, also where an ε is asked for in view of an earlier answer.
-    context: tuple[str | int, ...] = (use, side)
+    context: tuple[str | int, ...] = (use, near[0][1])
     if use != "search":
-        context = (use, side, rounds, bands, float(noise).hex(), float(epsilon).hex())
-    ratios, weights = [], []
+        context += (rounds, bands, float(noise).hex(), float(near[0][0]).hex())
+    make = {"remove": _remove_proposal, "add": _add_proposal}
+    proposals = [make[side](noise, rounds, bands, at) for at, side in near]
+    columns = noise_matrix(rounds, bands) / noise
+    half = (columns**2).sum(0) / 2
+    found: list[tuple[list[Array], list[Array]]] = [([], []) for _ in proposals]
     for block in range(0, draws, _BLOCK):
         count = min(_BLOCK, draws - block)
         normals, picks = _normals(context, block, count, rounds)
-        component = np.searchsorted(proposal.cumulative, picks, side="right")
-        component = np.minimum(component, len(proposal.cumulative) - 1)
-        logs = normals @ columns + (proposal.shifts[component] - half)
-        top = logs.max(1)
-        logs -= top[:, None]
-        ratio = top + np.log(np.exp(logs).mean(1))
-        if side == "remove":
-            scale = proposal.power / proposal.folds
-            power = scale * top + np.log(np.exp(scale * logs).mean(1))
-            weights.append(proposal.log_mass - proposal.folds * power)
-        else:
-            middle = logs.mean(1) + top + half.mean()
-            own = proposal.power**2 * float((columns.mean(1) ** 2).sum()) / 2
-            weights.append(proposal.power * middle + own)
-        ratios.append(ratio)
-    return _Sample(proposal, np.concatenate(ratios), np.concatenate(weights))
+        along = normals @ columns
+        for proposal, (ratios, weights) in zip(proposals, found, strict=True):
+            component = np.searchsorted(proposal.cumulative, picks, side="right")
+            component = np.minimum(component, len(proposal.cumulative) - 1)
+            logs = along + (proposal.shifts[component] - half)
+            top = logs.max(1)
+            logs -= top[:, None]
+            ratios.append(top + np.log(np.exp(logs).mean(1)))
+            if proposal.side == "remove":
+                scale = proposal.power / proposal.folds
+                power = scale * top + np.log(np.exp(scale * logs).mean(1))
+                weights.append(proposal.log_mass - proposal.folds * power)
+            else:
+                middle = logs.mean(1) + top + half.mean()
+                own = proposal.power**2 * float((columns.mean(1) ** 2).sum()) / 2
+                weights.append(proposal.power * middle + own)
+    return [
+        _Sample(proposal, *map(np.concatenate, drawn))
+        for proposal, drawn in zip(proposals, found, strict=True)
+    ]
 
 
 @functools.lru_cache(8)  # of the search, which takes the same again and again
@@ -274,8 +282,6 @@ def _normals(
     context: tuple[str | int, ...], block: int, count: int, rounds: int
 ) -> tuple[Array, Array]:
     """Return standard normals, ``[count, rounds]``, and uniforms, ``[count]``."""
-    from dprlhf.privacy.randomness import uniforms  # it loads torch, which no other accountant does
-
     draws = uniforms(_KEY, *context, block, count=count * (rounds + 1))
     return ndtri(draws[count:]).reshape(count, rounds), draws[:count]
 
@@ -286,12 +292,12 @@ def _usable(noise: float, epsilon: float) -> bool:
     return in_range and epsilon <= _LARGEST_EPSILON and 1 / noise**2 < 500
 
 
-def _predicted(noise: float, rounds: int, bands: int, epsilon: float) -> float:
-    """Return what the certificate is likely to state for δ(ε): an estimate, not a bound."""
-    found = []
-    for side in ("remove", "add"):
-        sample = _sample(noise, rounds, bands, epsilon, side, "search", _ROUGH_DRAWS)
-        found.append(sample.bounds(np.array([epsilon]), _FAILURE, _DRAWS)[1][0])
+def likely_delta(noise: float, rounds: int, bands: int, epsilon: float, part: int = 1) -> float:
+    """Return what is likely to be certified for δ(ε) by one of so many parts of the draws."""
+    found, at = [], np.array([epsilon])
+    for side in SIDES:
+        (rough,) = _samples(noise, rounds, bands, [(epsilon, side)], "search", _ROUGH_DRAWS)
+        found.append(rough.bounds(at, _FAILURE, _DRAWS // part)[1][0])
     return float(max(found)) + CHARGE
 
 
@@ -299,51 +305,43 @@ def _predicted(noise: float, rounds: int, bands: int, epsilon: float) -> float:
 def delta(noise: float, rounds: int, bands: int, epsilon_: float, rough: bool = False) -> float:
     """Return an upper bound on δ at ``epsilon_ >= 0``, the larger of both sides.
 
-    Args:
-        noise: Noise multiplier z.
-        rounds: Number T of rounds.
-        bands: Number b of bands of C.
-        epsilon_: Argument ε of the curve.
-        rough: Draw a sixteenth as often, for a bound that is looser and as valid.
+    A ``rough`` one is from fewer draws: looser, and as valid.
     """
     single = gaussian_delta(noise, epsilon_)
     if not _usable(noise, epsilon_) or single < _SMALLEST_DELTA:
         return single
     at, draws = np.array([epsilon_]), _ROUGH_DRAWS if rough else _DRAWS
     use = "rough" if rough else "certificate"
-    upper = [
-        _sample(noise, rounds, bands, epsilon_, side, use, draws).bounds(at, _FAILURE / 2)[1][0]
-        for side in ("remove", "add")
-    ]
-    return min(single, float(max(upper)) + CHARGE)
+    samples = [_samples(noise, rounds, bands, [(epsilon_, s)], use, draws)[0] for s in SIDES]
+    return min(single, float(max(s.bounds(at, _FAILURE / 2)[1][0] for s in samples)) + CHARGE)
 
 
+@functools.lru_cache(64)  # a run's ε and its risk ask for the same
 def likely_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> float:
     """Return about the ε at ``delta_`` that the certificate is likely to state."""
     single = gaussian_epsilon(noise, delta_)
     if delta_ < _SMALLEST_DELTA or not _usable(noise, single):
         return single
     return find_root(
-        lambda e: _predicted(noise, rounds, bands, e), 0.0, single, delta_, tolerance=1e-4
+        lambda e: likely_delta(noise, rounds, bands, e), 0.0, single, delta_, tolerance=1e-4
     )
 
 
 def curve(
-    noise: float, rounds: int, bands: int, epsilons: Array, reach: float, side: Side
-) -> Array:
-    """Return upper bounds on one side's δ, from draws that suit three ε up to ``reach``.
+    noise: float, rounds: int, bands: int, epsilons: Array, reach: float
+) -> dict[Side, Array]:
+    """Return upper bounds on δ, by side, from draws that suit three ε up to ``reach``.
 
     All points of the draws hold at once, with the probability that :data:`CHARGE` pays for.
     """
     if not _usable(noise, reach):
-        return np.ones_like(epsilons)
-    samples = [
-        _sample(noise, rounds, bands, at, side, "curve", _DRAWS // 4)
-        for at in (0.0, reach / 2, reach)
-    ]
-    found = [sample.bounds(epsilons, _FAILURE / 2)[1] for sample in samples]
-    most: Array = np.min(found, 0) + CHARGE
-    return most
+        return dict.fromkeys(SIDES, np.ones_like(epsilons))
+    near = [(at, side) for side in SIDES for at in (reach, reach / 2, 0.0)]
+    samples = _samples(noise, rounds, bands, near, "curve", _DRAWS // CURVE_PART)
+    bounds = [sample.bounds(epsilons, _FAILURE / 2)[1] for sample in samples]
+    return {
+        side: np.min(bounds[i : i + 3], 0) + CHARGE for side, i in zip(SIDES, (0, 3), strict=True)
+    }
 
 
 @functools.lru_cache(1024)
@@ -352,13 +350,7 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
 
     The search finds where to look, with draws of its own. The certificate bounds both curves at a
     few fixed offsets from there at once, so that the smallest ε that passes needs no correction for
-    having been selected.
-
-    Args:
-        noise: Noise multiplier z.
-        rounds: Number T of rounds.
-        bands: Number b of bands of C.
-        delta_: δ, of which :data:`CHARGE` pays for a wrong bound.
+    having been selected. The added user's curve is certified with an eighth of the draws first.
     """
     single = gaussian_epsilon(noise, delta_)
     lower = _independent_epsilon(noise, rounds, bands, delta_)
@@ -367,15 +359,16 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
     guess = likely_epsilon(noise, rounds, bands, delta_)
     near = guess + max(guess, 0.01) * np.array(_OFFSETS)
     points = np.unique([float(f"{max(e, 0.0):.5g}") for e in near])
-    failure = _FAILURE / 2
-    low, high = [], []
-    for side in ("remove", "add"):
-        sample = _sample(noise, rounds, bands, guess, side, "certificate", _DRAWS)
-        least, most = sample.bounds(points, failure)
-        low.append(least)
-        high.append(most + CHARGE)
-    passed = points[np.max(high, 0) <= delta_]
-    failed = points[np.max(low, 0) - CHARGE >= delta_]
+    (sample,) = _samples(noise, rounds, bands, [(guess, "remove")], "certificate", _DRAWS)
+    low, high = sample.bounds(points, _FAILURE / 2)
+    # The other side hardly ever decides: few draws show that, or else as many bound it.
+    for use, draws in (("few", _DRAWS // 8), ("certificate", _DRAWS)):
+        (sample,) = _samples(noise, rounds, bands, [(guess, "add")], use, draws)
+        least, most = sample.bounds(points, _FAILURE / 4)
+        if not ((high + CHARGE <= delta_) & (most + CHARGE > delta_)).any():
+            break
+    passed = points[np.maximum(high, most) + CHARGE <= delta_]
+    failed = points[np.maximum(low, least) - CHARGE >= delta_]
     upper = min([single, *passed.tolist()])
     return upper, min(upper, max([lower, *failed.tolist()]))
 
@@ -396,20 +389,14 @@ def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -
 def noise(rounds: int, bands: int, epsilon_: float, delta_: float, high: float) -> float:
     """Return about the smallest noise multiplier whose certified ε is at most ``epsilon_``.
 
-    It is a proposal: :func:`epsilon` certifies it with other draws.
-
-    Args:
-        rounds: Number T of rounds.
-        bands: Number b of bands of C.
-        epsilon_: ε to stay below.
-        delta_: δ.
-        high: The noise multiplier with which one Gaussian release costs ``epsilon_``.
+    It is a proposal, below the ``high`` with which one Gaussian release costs ``epsilon_``;
+    :func:`epsilon` certifies it with other draws.
     """
     target = epsilon_ * (1 - 1e-3)  # room for the offsets between which ε is certified
 
     def value(z: float) -> float:
         usable = _usable(z, target) and delta_ >= _SMALLEST_DELTA
-        return _predicted(z, rounds, bands, target) if usable else gaussian_delta(z, epsilon_)
+        return likely_delta(z, rounds, bands, target) if usable else gaussian_delta(z, epsilon_)
 
     low = high / 2
     while low > 1e-3 * high and value(low) <= delta_:

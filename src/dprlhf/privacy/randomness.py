@@ -12,12 +12,15 @@ import hashlib
 import json
 import math
 import secrets
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 KEY_BYTES = 32
 _NONCE = bytes(16)  # constant: each key is used for one stream only
@@ -61,6 +64,8 @@ def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
 
     Each block of draws has its own stream, so that only one block needs memory beyond the result.
     """
+    import torch  # an accountant draws too, and does not load it
+
     noise = torch.empty(count, dtype=torch.float64)
     for block, part in enumerate(noise.split(_BLOCK)):  # type: ignore[no-untyped-call]
         draws = uniforms(key, *context, block, count=_DRAWS_PER_NORMAL * len(part))

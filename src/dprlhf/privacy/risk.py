@@ -35,6 +35,8 @@ _MOST_STEPS = 6000
 _LARGEST_EPSILON = 300.0
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-3  # of a noise multiplier, as a share
+_WIDEST = 12.0  # how far below the Gaussian's a noise multiplier is looked for, in logarithms
+_NEAR = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
 _FLOAT_ERROR = 1e-12  # by which a Gaussian's curve may have been rounded up
 
 
@@ -106,7 +108,7 @@ def risk(
 
 
 def plan_within(max_guess: float, *, delta: float, **settings: Any) -> Plan:
-    """Return the plan with the least noise at which no guess at even odds does better.
+    """Return the plan with about the least noise at which no guess at even odds does better.
 
     Args:
         max_guess: Largest probability, above ½, that a guess whether a user took part is right.
@@ -116,14 +118,17 @@ def plan_within(max_guess: float, *, delta: float, **settings: Any) -> Plan:
     Raises:
         DprlhfError: A value is out of range.
     """
-    draft = make_plan(delta=delta, noise_multiplier=1.0, **settings)
+    draft = make_plan(delta=delta, noise_multiplier=0.0, **settings)
     z = noise_multiplier(draft.mechanism, max_guess, delta)
     return make_plan(delta=delta, noise_multiplier=z, **settings)
 
 
 @functools.lru_cache(64)  # a run asks for its plan more than once
 def noise_multiplier(mechanism: Mechanism, max_guess: float, delta: float) -> float:
-    """Return the least noise multiplier, to 0.1%, at which no guess at even odds does better.
+    """Return about the least noise multiplier at which no guess at even odds does better.
+
+    A cheap estimate finds where to look, and :func:`risk` has the last word: its bound is at most
+    ``max_guess`` at what is returned, and nearly as large.
 
     Args:
         mechanism: A run's; its own noise is ignored.
@@ -131,31 +136,73 @@ def noise_multiplier(mechanism: Mechanism, max_guess: float, delta: float) -> fl
         delta: δ of the run.
 
     Raises:
-        DprlhfError: ``max_guess`` is not between ½ and 1.
+        DprlhfError: ``max_guess`` is not above ½ and below 1, or so near ½ that no bound is.
 
     >>> noise_multiplier(Mechanism(0.0, 8, "fixed"), 0.6915, 1e-5) < 1.002
     True
     """
-    if not 0.5 < max_guess < 1:
-        raise DprlhfError(f"max_guess must be above 0.5 and below 1, not {max_guess}")
-    quantile = statistics.NormalDist().inv_cdf
-    wanted = quantile(max_guess)
+    if not 0.5 + 1e-5 < max_guess < 1:
+        raise DprlhfError(f"max_guess must be above 0.50001 and below 1, not {max_guess}")
+    wanted = _log_quantile(max_guess)
+    tolerance = _TOLERANCE * (3 if mechanism.bands > 1 else 1)  # that curve is drawn
 
     @functools.cache
-    def excess(log_noise: float) -> float:
-        found = risk([mechanism.with_noise(math.exp(log_noise))], delta).best_guess
-        return math.log(quantile(min(max(found, 0.5 + 1e-9), 1 - 1e-9)) / wanted)
+    def estimate(log_noise: float) -> float:
+        return _likely_quantile(mechanism.with_noise(math.exp(log_noise))) - wanted
 
     # One Gaussian of noise 1/(2q) has this risk, and a Gaussian covers every mechanism.
-    high = math.log(1 / (2 * wanted) / single_noise(mechanism.with_noise(1.0))) + _TOLERANCE
-    low = high
-    while excess(low) <= 0:
-        low, high = low + min(2 * excess(low), -_TOLERANCE), low
-    if low < high:
-        high = brentq(excess, low, high, xtol=_TOLERANCE / 2)
-    while excess(high) > 0:  # it is found to a tolerance, and from either side
-        high += _TOLERANCE
-    return math.exp(high)
+    most = best = -wanted - math.log(2 * single_noise(mechanism.with_noise(1.0))) + tolerance
+    below, target = most - _WIDEST, -tolerance  # of the estimate
+    while best - below > 2 * tolerance:
+        x = _crossing(estimate, target, below, most, tolerance / 4)
+        x = x if below < x <= best else (below + best) / 2
+        least = risk([mechanism.with_noise(math.exp(x))], delta).best_guess
+        excess = _log_quantile(least) - wanted
+        below, best = (below, x) if excess <= 0 else (x, best)
+        if -3 * tolerance <= excess <= 0:
+            break
+        target = estimate(x) - excess - tolerance
+    return math.exp(best)
+
+
+def _crossing(
+    falling: Callable[[float], float], target: float, low: float, high: float, tolerance: float
+) -> float:
+    """Return where a function falls to a target, looked for from ``high`` downwards."""
+    at = high
+    while falling(at) < target and at > low:
+        at -= 0.5
+    if at == high or falling(at) <= target:
+        return at
+    return float(brentq(lambda x: falling(x) - target, at, at + 0.5, xtol=tolerance))
+
+
+def _log_quantile(guess: float) -> float:
+    """Return ln Φ⁻¹ of a probability above ½, cut off where nothing but rounding is left."""
+    return math.log(statistics.NormalDist().inv_cdf(min(max(guess, 0.5 + 1e-9), 1 - 1e-9)))
+
+
+def _likely_quantile(mechanism: Mechanism) -> float:
+    """Return about ln Φ⁻¹ of the best guess at even odds; not a bound.
+
+    The factors of a run are added up as if each were the Gaussian with its best guess.
+    """
+    spec, replace = mechanism.spec, mechanism.adjacency == "replace-one"
+    single, factors = -math.log(2 * single_noise(mechanism)), 1
+    pair = spec.replaced if replace else spec.pair
+    if spec.disjoint or pair is None:
+        return single
+    if mechanism.bands > 1:
+        from dprlhf.privacy import correlated_allocation as correlated
+
+        terms = (mechanism.noise_multiplier, mechanism.rounds, mechanism.bands)
+        found = correlated.likely_delta(*terms, 0.0, correlated.CURVE_PART)
+    elif spec.independent_rounds:  # most rounds of a user are without it: no Gaussians
+        found = spec.delta(mechanism, 0.0, 1.0, True)
+    else:  # the curve of replacements is sharp at zero where points beside it hold it
+        found = float(pair.curve(mechanism, _NEAR if replace else _NEAR[:1], "remove")[0])
+        factors = 1 if spec.factors is None else spec.factors(mechanism)
+    return min(single, _log_quantile((1 + found) / 2) + math.log(factors) / 2)
 
 
 @functools.lru_cache(64)  # a run's opening, its card and its report ask for the same
@@ -168,7 +215,7 @@ def _together(runs: tuple[Mechanism, ...], delta: float, prior: float, people: i
     reach, curve = _curve(runs, noise, delta)
     step = min(max(1.01 * reach, 1e-6), _LARGEST_EPSILON) / _POINTS / _PARTS
     at = np.arange(_POINTS + 1.0) * (step * _PARTS)
-    own = {side: np.minimum(curve(at, side), gaussian_deltas(noise, at)) for side in SIDES}
+    own = {side: np.minimum(one, gaussian_deltas(noise, at)) for side, one in curve(at).items()}
     if runs[0].adjacency == "replace-one":  # either of the two may be the one who took part
         own = dict.fromkeys(SIDES, np.maximum(*own.values()))
     steps = min(people * _POINTS * _PARTS, _MOST_STEPS, int(2 * _LARGEST_EPSILON / step))
@@ -197,7 +244,7 @@ def _together(runs: tuple[Mechanism, ...], delta: float, prior: float, people: i
 
 def _curve(
     runs: tuple[Mechanism, ...], noise: float, delta: float
-) -> tuple[float, Callable[[Floats, Side], Any]]:
+) -> tuple[float, Callable[[Floats], dict[Side, Floats]]]:
     """Return about the ε at which both sides' curves have fallen to δ, and the curves."""
     replace = runs[0].adjacency == "replace-one"
     pairs = {m: m.spec.replaced if replace else m.spec.pair for m in runs}
@@ -208,24 +255,28 @@ def _curve(
         or None in pairs.values()
         or gaussian_epsilon(noise, delta) == 0
     ):
-        return gaussian_epsilon(noise, delta), lambda at, side: gaussian_deltas(noise, at)
+        single = gaussian_epsilon(noise, delta)
+        return single, lambda at: dict.fromkeys(SIDES, gaussian_deltas(noise, at))
     if len(runs) == 1 and first.bands > 1:
         from dprlhf.privacy import correlated_allocation as correlated
 
         terms = (first.noise_multiplier, first.rounds, first.bands)
         reach = correlated.likely_epsilon(*terms, delta)
-        return reach, lambda at, side: correlated.curve(*terms, at, reach, side)
+        return reach, lambda at: correlated.curve(*terms, at, reach)
     pair = pairs[first]
     if len(runs) == 1 and pair and (spec.factors is None or spec.factors(first) == 1):
         return (
             max(pair.reach(first, delta, side) for side in SIDES),
-            lambda at, side: pair.curve(first, at, side),
+            lambda at: {side: pair.curve(first, at, side) for side in SIDES},
         )
-    joint = joint_losses(runs, {m: pair for m, pair in pairs.items() if pair}, delta)
+    if len(runs) == 1 and spec.losses is not None:  # ε has the same, and they take a second
+        joint = spec.losses(first)
+    else:
+        joint = joint_losses(runs, {m: pair for m, pair in pairs.items() if pair}, delta)
     high = gaussian_epsilon(noise, delta)
     return (
         max(losses.epsilon(delta, high) for losses in joint.values()),
-        lambda at, side: np.array([joint[side].delta(e) for e in at.tolist()]),
+        lambda at: {s: np.array([one.delta(e) for e in at.tolist()]) for s, one in joint.items()},
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from dprlhf.privacy.curves import Composed
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.privacy.relations import Adjacency
@@ -29,6 +30,9 @@ context."""
 
 class Terms(Protocol):
     """What a partition reads of a :class:`~dprlhf.privacy.accounting.Mechanism`."""
+
+    def __hash__(self) -> int:
+        """Return a hash: what terms cost is kept."""
 
     @property
     def partition(self) -> str:
@@ -120,6 +124,8 @@ class PartitionSpec:
             pair is the whole run's.
         step: Returns the step that the smallest losses of one pair need, on a grid that widens;
             None where an even grid of a fixed share of their reach is fine enough.
+        losses: Returns the pessimistic privacy losses of a run of several factors, by side; None
+            where the pair is the whole run's.
         disjoint: True where every user is in at most one batch, of a fixed size, and ε holds
             against those who know which.
         in_order: True where users come in the order of arrival, so that anybody knows their round.
@@ -142,6 +148,7 @@ class PartitionSpec:
     replaced: Pair | None = None
     factors: Callable[[Terms], int] | None = None
     step: Callable[[Terms], float] | None = None
+    losses: Callable[[Terms], dict[Side, Composed]] | None = None
     disjoint: bool = False
     in_order: bool = False
     independent_rounds: bool = False

@@ -124,6 +124,7 @@ def _step(terms: Terms) -> float:
     return max(_LEAST_STEP, deviation * max(0.02, 25 * math.sqrt(terms.rounds) / _POINTS))
 
 
+@functools.lru_cache(8)  # a run's ε and its risk ask for the same
 def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:
     """Return the pessimistic privacy losses of a whole run, by side."""
     step = _step(terms) * (4 if rough else 1)
@@ -213,6 +214,7 @@ POISSON = PartitionSpec(
     pair=Pair(_curve, _reach),
     factors=lambda terms: terms.rounds,
     step=_step,
+    losses=losses,
     log_likelihood=_log_likelihood,
     independent_rounds=True,
 )

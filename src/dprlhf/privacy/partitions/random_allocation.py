@@ -7,6 +7,7 @@ their privacy loss distributions.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -34,9 +35,9 @@ from dprlhf.privacy.partitions.base import (
     PartitionSpec,
     Stream,
     Terms,
+    gaussian_pair,
     one_round_each,
     round_noise,
-    single_curve,
 )
 from dprlhf.privacy.random_allocation import Side
 
@@ -133,6 +134,7 @@ def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
     )
 
 
+@functools.lru_cache(8)  # a run's ε and its risk ask for the same
 def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Composed]:
     """Return pessimistic loss distributions of ``times`` one-out-of-``slots`` allocations."""
     points = POINTS / 5 if rough else POINTS
@@ -150,6 +152,7 @@ def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, 
     }
 
 
+@functools.lru_cache(8)
 def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
     """Return a pessimistic loss distribution of the run for a user replaced by another."""
     points = POINTS // 5 if rough else POINTS
@@ -158,6 +161,12 @@ def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
     places = widening(points)
     curve = _replaced_curve(terms, step * places, "remove")
     return Composed(((loss_distribution(step, curve, curve, places), terms.participations),))
+
+
+def _losses(terms: Terms) -> dict[Side, Composed]:
+    if terms.adjacency == "replace-one":
+        return dict.fromkeys(SIDES, _replaced_blocks(terms, rough=False))
+    return compose_blocks(round_noise(terms), _slots(terms), terms.participations, rough=False)
 
 
 def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
@@ -225,15 +234,6 @@ def _correlated_noise(terms: Terms, epsilon: float, delta: float, high: float) -
     return correlated.noise(terms.rounds, terms.bands, epsilon, delta, high)
 
 
-def _correlated_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
-    """Return the curve of one Gaussian, which bounds both sides (proof note, step 5)."""
-    return single_curve(terms.noise_multiplier, epsilons)
-
-
-def _correlated_reach(terms: Terms, tail: float, side: Side) -> float:
-    return gaussian_epsilon(terms.noise_multiplier, tail)
-
-
 _ASSUMPTION = (
     "each user draws its rounds uniformly and independently of all others, and the draw "
     "stays secret"
@@ -247,7 +247,7 @@ _CORRELATED = PartitionSpec(
     draw=draw,
     epsilon=_correlated_epsilon,
     delta=_correlated_delta,
-    pair=Pair(_correlated_curve, _correlated_reach),
+    pair=gaussian_pair(1.0),  # it bounds both sides (proof note, step 5)
     noise=_correlated_noise,
     least_delta=2.0**-40,
     log_likelihood=one_round_each,
@@ -265,6 +265,7 @@ RANDOM_ALLOCATION = PartitionSpec(
     replaced=Pair(_replaced_curve, _replaced_reach),
     log_likelihood=one_round_each,
     factors=lambda terms: terms.participations,
+    losses=_losses,
     correlated=_CORRELATED,
 )
 """Each user draws its round uniformly from 1..T; k participations, one in each block."""
