@@ -7,9 +7,9 @@ no second pass; autograd's own weight gradients, which are sums over all users, 
 A user's clip factor depends on its norm over all layers. Until that is known, the engine keeps
 
 - for the weight of a linear layer or an embedding: the factors of each user's gradient
-  (:mod:`dprlhf.gradients.ghost_norm`), or the gradient itself where it has fewer elements than the
-  factors. Shapes alone decide: with LoRA it is always the gradient, with full fine-tuning nearly
-  always the factors;
+  (:mod:`dprlhf.gradients.ghost_norm`), or the gradient itself where it has at most twice the
+  factors' elements, because its norm is cheaper. Shapes alone decide: with LoRA it is always the
+  gradient, with full fine-tuning the factors unless a user has many tokens;
 - for a vector (a bias, the gain of a norm, IA3's scales): each user's gradient. If it is not the
   bias of a linear layer, its layer runs again on each user's own rows and is differentiated (vmap).
 
@@ -332,7 +332,7 @@ class PerUserGradients:
             use = OuterProducts(g, x) if layer.output_first else OuterProducts(x, g)
             kept = self._passes * sum(f[0].numel() for f in use)
             if name not in self._factors and (
-                self._whole or name in self._gradients or n * m <= kept
+                self._whole or name in self._gradients or n * m <= 2 * kept
             ):
                 self._add(name, per_user(use, n))
             else:
