@@ -352,11 +352,7 @@ def generate(
 
 
 def _take_model(sources: InMemoryInputs, recipe: Recipe, model: Any, tokenizer: Any) -> None:
-    """Make the policy from a model that was passed as an object.
-
-    Raises:
-        DprlhfError: The recipe names another model, which the privacy card would state.
-    """
+    """Make the policy from a model that was passed as an object."""
     if is_model(model) and recipe.policy.model_name_or_path != IN_MEMORY:
         raise DprlhfError(
             f"model: this run's model is {recipe.policy.model_name_or_path!r}, which is loaded by"
@@ -392,17 +388,7 @@ def _train(
     quiet: bool,
     begin: Callable[[], Any] = lambda: None,
 ) -> Any:
-    """Start a run of any stage and return its result.
-
-    Args:
-        recipe: The settings.
-        sources: Objects in memory that replace what the recipe names.
-        output_dir: The run folder; None takes the recipe's.
-        suffix: The end of the default folder's name.
-        callbacks: Called after every round.
-        quiet: Show no progress bars.
-        begin: Called once nothing can be refused any more, before the first round.
-    """
+    """Start a run of any stage and return its result."""
     if output_dir is not None:
         recipe = recipe.model_copy(update={"output_dir": str(output_dir)})
     # One name for all processes of a launch, whose clocks may differ by a second.

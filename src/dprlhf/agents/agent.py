@@ -301,12 +301,7 @@ def _joined(content: Any, seen: Any) -> str | list[dict[str, Any]]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return a text, or a list of parts, as parts of its own.
-
-    Raises:
-        DprlhfError: A part is no text. A chat template would write a mark for an image that nobody
-            shows to the model.
-    """
+    """Return a text, or a list of parts, as parts of its own."""
     if not isinstance(content, list):
         return [{"type": "text", "text": "" if content is None else str(content)}]
     for part in content:
@@ -353,10 +348,7 @@ def _text_of(problem: BaseException) -> str:
 
 
 def _methods(environment: Any) -> list[Tool]:
-    """Return the public methods of an environment, as tools, in the order of their names.
-
-    Without an environment (None) there are none.
-    """
+    """Return the public methods of an environment, as tools, in the order of their names."""
     if environment is None:
         return []
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)

@@ -414,12 +414,7 @@ class Book:
 
 
 def _check_budget(cost: Cost, *, adds: bool) -> None:
-    """Refuse the run if a user would exceed the budget of a data set.
-
-    Args:
-        cost: What the user would have spent.
-        adds: Whether the run adds to it; else its users are only enrolled.
-    """
+    """Refuse the run if a user would exceed the budget of a data set."""
     name = cost.dataset
     try:
         within = cost.within()

@@ -116,11 +116,7 @@ def _rows_of_list(items: Sequence[Any], column: str, features: Any = None) -> An
 
 @contextlib.contextmanager
 def _column_named(names: Iterable[str], read: Callable[[str], Any]) -> Iterator[None]:
-    """Say which column could not be read, by its name alone: Arrow quotes a value.
-
-    Args:
-        read: Reads one of them, and raises an exception where its values differ in type.
-    """
+    """Say which column could not be read, by its name alone: Arrow quotes a value."""
     try:
         yield
     except Exception:

@@ -53,11 +53,7 @@ def settings_from(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return values by section from keys with ``__`` for the dot; the values stay as they are.
-
-    Raises:
-        DprlhfError: A key is given by itself and within a section's value, which may differ.
-    """
+    """Return values by section from keys with ``__`` for the dot; the values stay as they are."""
     values: dict[str, Any] = {}
     # Sections first, so that keys of them are added, whichever a program wrote first.
     for key, value in sorted(keys.items(), key=lambda item: item[0].count("__")):

@@ -141,11 +141,7 @@ def _texts(spec: recipe.Data) -> set[str]:
 
 
 def _read_whole(builder: Any, spec: recipe.Data) -> Any:
-    """Read the files of a folder or of a dataset on the hub as those of one's own are read.
-
-    Args:
-        builder: What ``datasets.load_dataset_builder`` found there, one of ``_WITHOUT_TYPES``.
-    """
+    """Read the files of a folder or of a dataset on the hub as those of one's own are read."""
     import datasets
 
     config = builder.config

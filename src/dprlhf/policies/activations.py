@@ -60,13 +60,7 @@ def align_with_activations(
 
 @dataclass
 class _Moments:
-    """Moments of a layer's inputs over tokens.
-
-    Attributes:
-        counts: Number of tokens of each class, ``[classes]``.
-        sums: Sum of their inputs, ``[classes, inputs]``.
-        squares: Sum of the outer products of all tokens' inputs, ``[inputs, inputs]``.
-    """
+    """Moments of a layer's inputs over tokens."""
 
     counts: torch.Tensor
     sums: torch.Tensor

@@ -208,11 +208,7 @@ _FROM_DATA = ("eva", "corda", "lora_ga")
 
 
 def _any(fields: dict[str, Any], model: Any) -> Any:
-    """Return the PEFT configuration with these fields.
-
-    Raises:
-        DprlhfError: PEFT has no such type, or it cannot be trained privately.
-    """
+    """Return the PEFT configuration with these fields."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     types = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -302,11 +298,7 @@ _QUERY_AND_VALUE = (
 
 
 def _projections(model: Any, adapter: recipe.Adapter) -> list[str] | str | None:
-    """Return the target modules; None where PEFT has a choice for the architecture.
-
-    Raises:
-        DprlhfError: Neither PEFT nor the names of the model's layers say what to adapt.
-    """
+    """Return the target modules; None where PEFT has a choice for the architecture."""
     from peft.utils import constants
 
     known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

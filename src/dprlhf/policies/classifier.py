@@ -159,12 +159,7 @@ def load_classifier(
 
 
 def _save_with_adapter(adapted: Any, layers: list[str]) -> None:
-    """Have layers saved and loaded with an adapter; their weights stay frozen.
-
-    Args:
-        adapted: A ``PeftModel``.
-        layers: Their names in the base model; those of the head, which is saved, are passed over.
-    """
+    """Have layers saved and loaded with an adapter; their weights stay frozen."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 

@@ -49,12 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The layers of a policy whose outputs are kept.
-
-    Attributes:
-        skipped: The layers below the lowest one with a trained parameter.
-        linear: Frozen linear layers from there on, by name.
-    """
+    """The layers of a policy whose outputs are kept."""
 
     skipped: list[nn.Module]
     lowest: nn.Module

@@ -191,9 +191,6 @@ def _choose_padding(tokenizer: Any, vocabulary: int) -> None:
 
     A token that was added to the tokenizer alone has none. What stands on padding is masked, so any
     other special token will do.
-
-    Raises:
-        DprlhfError: The tokenizer has no special token at all.
     """
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocabulary:
         return

@@ -203,10 +203,7 @@ def _refused(key: str, message: str, given: Any, choices: Any) -> str:
 
 
 def _shown(given: Any) -> str:
-    """Return a value in one line; only the type of what is neither text nor a number.
-
-    Other objects of a program may hold data of users.
-    """
+    """Return a value in one line; only the type of what is neither text nor a number."""
     if not isinstance(given, str | int | float | None):
         return f"a {type(given).__name__}"
     shown = repr(given)

@@ -229,12 +229,6 @@ def _largest_size(
     """Return the largest power of two, up to ``most``, whose calls give the same scores.
 
     Every place of a call is taken by some row in its order and, reversed, by another.
-
-    Args:
-        call: Calls the reward with rows by number and yields their scores.
-        rows: Number of different rows.
-        most: Largest size to try.
-        moved: Returns how far a row's score differs, and refuses more than rounding.
     """
     size, start = 1, time.perf_counter()
     while 2 * size <= most:

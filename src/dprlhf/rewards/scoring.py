@@ -210,12 +210,7 @@ class Scorer:
 
 
 class _Answers:
-    """The answers of one reward for some rows, and what its calls logged.
-
-    Attributes:
-        values: Its answers, not yet parsed, ``[rows]``; a Failure where a call failed.
-        logs: The log of each call that did not fail, with the numbers of its rows.
-    """
+    """The answers of one reward for some rows, and what its calls logged."""
 
     def __init__(
         self, reward: LoadedReward, rows: RewardRows, state: RoundState, private: bool
@@ -258,10 +253,7 @@ class _Answers:
                 return
 
     def _sizes(self, rows: int) -> list[int]:
-        """Return the sizes of the calls for some rows.
-
-        Private users' rows go in calls of sizes that were checked; public ones all in one call.
-        """
+        """Return the sizes of the calls for some rows."""
         if not self._private or (self.reward.by_place and self.reward.checked_rows):
             return [rows]
         return checked_sizes(rows, self.reward.checked_rows)

@@ -214,11 +214,7 @@ def _p_value(table: NDArray[np.float64]) -> float:
 def _log_ratio(
     observed: NDArray[np.float64], patterns: NDArray[np.float64], noise: float
 ) -> NDArray[np.float64]:
-    """Return log P(observed | the user took part) − log P(observed | noise alone), ``[runs]``.
-
-    Args:
-        noise: Noise multiplier z.
-    """
+    """Return log P(observed | the user took part) − log P(observed | noise alone), ``[runs]``."""
     different, counts = np.unique(patterns, axis=0, return_counts=True)
     exponent = (observed @ different.T - (different**2).sum(1) / 2) / noise**2
     ratio: NDArray[np.float64] = logsumexp(exponent, axis=1, b=counts / counts.sum())

@@ -104,10 +104,7 @@ class Guidance:
     def _gradients(
         self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what each of these prompts would contribute.
-
-        The second is the gradient of its responses' log-likelihood, with ``keep_perplexity``.
-        """
+        """Return what each of these prompts would contribute."""
         settings = run.recipe
         assert isinstance(settings, Recipe)
         count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))

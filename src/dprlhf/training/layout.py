@@ -245,14 +245,7 @@ def _first_dependent_phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None
 
 
 def _dependence(size: int, values: Callable[[Sequence[int | None]], Values]) -> str:
-    """Return in words how values of made-up users depend on the others; empty where they do not.
-
-    Args:
-        values: Returns the values of the user at each place, given their numbers.
-
-    Raises:
-        _NotANumberError: Values differ, and some are NaN.
-    """
+    """Return in words how values of made-up users depend on the others; empty where they do not."""
     everyone = list(range(size))
     full = values(everyone)
     # Half of the users beside blank rows, the other half beside those of other users.

@@ -154,12 +154,7 @@ class Pairs:
         return list(zip(chosen, rejected, strict=True))
 
     def _columns(self, model: CausalLMPolicy, examples: Prompts) -> tuple[str, str]:
-        """Return the names of both columns, whose completions have their prompts' form.
-
-        Raises:
-            DprlhfError: A prompt is text and a completion messages, or the reverse, which no
-                template writes.
-        """
+        """Return the names of both columns, whose completions have their prompts' form."""
         both = self._data.chosen_column, self._data.rejected_column
         for column in both:
             for prompt, answer in zip(examples.prompts, examples.columns[column], strict=True):

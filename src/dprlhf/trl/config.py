@@ -232,11 +232,7 @@ class PrivacyFields:
 
 
 def _check_types(config: PrivacyFields) -> None:
-    """Refuse a privacy setting of the wrong type, such as the text ``"4"`` for a number.
-
-    Raises:
-        DprlhfError: Names the setting and what it takes.
-    """
+    """Refuse a privacy setting of the wrong type, such as the text ``"4"`` for a number."""
     for name, hint in get_type_hints(PrivacyFields).items():
         if get_origin(hint) is ClassVar:
             continue

@@ -311,11 +311,7 @@ class PrivateTrainer(Generic[C]):
         return card
 
     def __getattr__(self, name: str) -> Any:
-        """Explain that an attribute of transformers' ``Trainer`` does not exist here.
-
-        Raises:
-            AttributeError: Always.
-        """
+        """Explain that an attribute of transformers' ``Trainer`` does not exist here."""
         here = f"{type(self).__name__} has no {name!r}"
         if hasattr(Trainer, name):
             here += ": it runs private rounds and is no transformers.Trainer"

@@ -130,11 +130,7 @@ def train_copies(
 
 
 class _Passes:
-    """The surrogate's gradient for the users of a micro-batch, added up over its passes.
-
-    Args:
-        tokens: The tokens of all passes, ``[rows, prompt + response]``.
-    """
+    """The surrogate's gradient for the users of a micro-batch, added up over its passes."""
 
     def __init__(
         self,

@@ -158,11 +158,7 @@ def ucbvi(
 def _optimistic_policy(
     visits: PrivateCounts, gains: PrivateCounts, moves: PrivateCounts, bonus: float, log: float
 ) -> NDArray[np.int64]:
-    """Plan on the released counts with a bonus for what they say little about.
-
-    Returns:
-        The action for each state at each step, ``[runs, H, states]``.
-    """
+    """Plan on the released counts with a bonus for what they say little about."""
     runs, h_, s_, _ = visits.released.shape
     error = visits.noise_std
     count = np.maximum(visits.released, 1.0) + error
