@@ -9,7 +9,7 @@ prompts, a reward, public prompts and ε alone. In some tasks four in five users
 the others, which only their rows say; the gain is that of the majority.
 
 A gain is the mean over seeds of the difference on held-out public prompts. Several processes may
-fill one folder at a time (``--tasks``); then only the last, on an idle machine, says ``--timed``.
+fill one folder at a time (``--tasks``); on an idle machine one says ``--timed``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dprlhf.data.in_memory import rows_of
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.recipe import load_recipe
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import Result, machine, write_results
 from dprlhf.training.timing import seconds_a_round
 
 ROOT = Path.cwd()
@@ -149,7 +149,7 @@ def texts_of(task: Task, users: int, seed: int) -> tuple[list[str], list[str]]:
     return list(public[:PUBLIC]), random.Random(seed).sample(list(private), users)
 
 
-def one_run(model: str, task: Task, users: int, epsilon: float, seed: int) -> dict[str, float]:
+def one_run(model: str, task: Task, users: int, epsilon: float, seed: int) -> dict[str, Any]:
     """Tune on so many users with the defaults, and return the gain and the two durations."""
     texts, own = texts_of(task, users, seed)
     public = [{"prompt": task.prompt(text), "wants": 1.0} for text in texts]
@@ -177,6 +177,7 @@ def one_run(model: str, task: Task, users: int, epsilon: float, seed: int) -> di
         "estimated": result.plan.rounds * seconds_a_round(recipe, result.plan, timing, guides),
         "measured": sum(sum(line["seconds"].values()) for line in lines),
         "whole": seconds,
+        "machine": machine(),
     }
 
 
@@ -185,12 +186,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--users", type=int, nargs="+", default=[300, 1000, 3000])
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[4.0, 1.0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--timed", action="store_true", help="write how long it took, too")
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
     rows, ratios = [], []
-    for name, users, epsilon in itertools.product(options.tasks, options.users, (4.0, 1.0)):
+    for name, users, epsilon in itertools.product(options.tasks, options.users, options.epsilons):
         task, found = TASKS[name], []
         for seed in range(options.seeds):
             file = options.kept / f"{name}-{users}-{epsilon:g}-{seed}.json"
@@ -207,9 +209,10 @@ def main() -> None:
         row = f"first run: {name}, {users} users, epsilon {epsilon:g}"
         mean = statistics.fmean(gains)
         least = mean > -2 * error
+        by = COMMAND, found[0]["machine"]
         rows += [
-            Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, COMMAND),
-            Result(f"{row}: standard error of the gain", error, "reward", "", None, COMMAND),
+            Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, *by),
+            Result(f"{row}: standard error of the gain", error, "reward", "", None, *by),
         ]
     if options.timed:
         row, ratio = "first run: estimated over measured time of rounds", statistics.median(ratios)

@@ -40,7 +40,7 @@ def train(
 
     Flags named as in TRL (--learning_rate, --num_generations, ...) work beside section.key=value.
 
-    Experimental (no measurement shows their use yet): rollout.backend=vllm, rollout.cuda_graphs,
+    Experimental (no measurement shows their use yet): rollout.backend=vllm,
     rollout.agent, the adapters peft and full.
     """
     changes = list(overrides or ())

@@ -116,7 +116,7 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (extra ``vllm``, a GPU, one process,
             ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
-        cuda_graphs: Experimental: sample with tensors of fixed shape (transformers' ``static``
+        cuda_graphs: Sample with tensors of fixed shape (transformers' ``static``
             cache) and, on a GPU, replay each decoding step as a CUDA graph. Not for every model,
             and not with an agent; activations of sampling are then not reused for the gradients.
             Null does so on a GPU wherever it is possible.
@@ -135,7 +135,7 @@ class Rollout(Settings):
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
-    cuda_graphs: Annotated[bool | None, Experimental()] = None
+    cuda_graphs: bool | None = None
     agent: Annotated[Agent | None, Experimental()] = None
 
     def check(self, policy: Policy) -> None:
