@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -10,14 +9,11 @@ from typing import Any
 
 import peft
 import pytest
-from transformers import TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.agents import load_sampler
 from dprlhf.recipe import IN_MEMORY, dump_recipe, load_recipe, make_recipe
-from dprlhf.recipe.loading import recipe_from
-from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 from helpers.recipes import recipe_settings
 
@@ -42,9 +38,7 @@ def interrupted(*_: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_a_tokenizer_and_a_peft_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_a_tokenizer_and_a_peft_config(tmp_path, monkeypatch):
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["c_proj"])
     objects = {"processing_class": tiny.tokenizer(), "peft_config": config}
     with monkeypatch.context() as patch:
@@ -107,38 +101,6 @@ def test_a_resumed_run_does_not_publish_users_under_an_old_declaration(tmp_path:
     dprlhf.resume(tmp_path / "run", evaluation_prompts=declared["evaluation_prompts"], **again)
 
 
-class Counts(TrainerCallback):  # type: ignore[misc]
-    rounds = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        Counts.rounds += 1
-
-
-def test_a_callback_may_be_a_class(tmp_path: Path) -> None:
-    train(tmp_path, model=str(tiny.save(tmp_path / "model")), callbacks=[Counts])
-    assert Counts.rounds == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"callbacks": Counts()}, "callbacks: give a list, not a Counts"),
-        ({"callbacks": [3]}, "callbacks: give functions .*, not a int"),
-        ({"reward_weights": [math.nan]}, "reward_weights: .* finite number, not nan"),
-        ({"tools": length}, "tools: give a list of functions"),
-        ({"environment_factory": 3}, "environment_factory: give a class, .* not a int"),
-        ({"rollout_func": length}, "argument 'rollout_func': responses are sampled by the code"),
-        ({"processing_class": "gpt2"}, "processing_class='gpt2': give the tokenizer, such as"),
-    ],
-)
-def test_arguments_of_another_kind_are_named(
-    tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(DprlhfError, match=f"^{said}"):
-        train(tmp_path, model=tiny.model(), **{"processing_class": tiny.tokenizer(), **given})
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_refused_model_stays_without_an_adapter(tmp_path: Path) -> None:
     """So that the call may be mended, and made again with the same object."""
     model = tiny.model()
@@ -161,9 +123,7 @@ def test_a_refused_model_stays_without_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_model_does_not_continue_a_run_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_model_does_not_continue_a_run_either(tmp_path, monkeypatch):
     model, again = tiny.model(), {"processing_class": tiny.tokenizer(), "quiet": True}
     with monkeypatch.context() as patch:
         patch.setattr("dprlhf.training.trainer._report", interrupted)
@@ -188,21 +148,3 @@ def test_a_model_that_opacus_wrapped_is_taken(tmp_path: Path) -> None:
     result = train(tmp_path, model=wrapped, processing_class=tiny.tokenizer(), rounds=1)
     assert result.policy.network is inside
     assert not any(hasattr(p, "grad_sample") for p in inside.parameters())
-
-
-@pytest.mark.parametrize("stage", [None, "sft"])
-def test_a_resume_in_another_folder_says_where_to_run_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str | None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings: dict[str, Any] = {
-        "policy": {"model_name_or_path": "m"},
-        "data": {"path": "private.csv"}, "privacy": {"epsilon": 8}, "rounds": 2,
-        **({"stage": stage} if stage else {"rewards": [{"function": "in-memory"}]}),
-    }  # fmt: skip
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    folder.recipe.write_text(dump_recipe(recipe_from(settings, (), source="test")))
-    resume = dprlhf.resume_stage if stage else functools.partial(dprlhf.resume, reward=length)
-    with pytest.raises(DprlhfError, match=r"such file: paths start at .*; resume a run from the f"):
-        resume(folder.path)

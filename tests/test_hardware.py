@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from dprlhf.hardware import (
     repeatable,
     to_device,
 )
-from dprlhf.runs import measurements
 
 
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +110,6 @@ def test_the_faster_type_is_told_by_the_time_of_a_product(monkeypatch: pytest.Mo
         assert hardware._multiplies_faster_in_bfloat16.__wrapped__() is faster
 
 
-def test_a_figure_names_the_gpu_that_the_process_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "H1000" not in measurements.machine()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An H1000")
-    assert ", An H1000, Python " in measurements.machine()
-
-
 def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all GPUs would start up each, and torch warns of it."""
     kept = []
@@ -140,20 +131,6 @@ def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.Mon
         torch.manual_seed(5)
         torch.randn(3)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"), [("sse amx_bf16", "A Xeon with AMX"), ("sse", "A Xeon")]
-)
-def test_a_figure_tells_two_processors_of_one_name_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, name: str
-) -> None:
-    told = tmp_path / "cpuinfo"
-    told.write_text(
-        f"processor\t: 0\nmodel name\t: A Xeon\nflags\t\t: {flags}\n\nmodel name\t: Another\n"
-    )
-    monkeypatch.setattr(measurements, "_CPU_INFO", told)
-    assert measurements.machine().startswith(f"{name}, ")
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

@@ -20,7 +20,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import Data, Policy
-from dprlhf.recipe.trl_names import overrides_of
 from dprlhf.rewards import load_reward
 from helpers import tiny
 
@@ -66,9 +65,7 @@ class TestAMissingFolder:
             load_policy(Policy(model_name_or_path=name))
         return str(caught.value)
 
-    def test_it_is_named_at_once_without_a_connection(
-        self, hub: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_it_is_named_at_once_without_a_connection(self, hub, monkeypatch, tmp_path):
         client = type(get_session())
         library = importlib.import_module(client.__module__.partition(".")[0])
 
@@ -96,9 +93,7 @@ class TestAMissingFolder:
         with pytest.raises(ZeroDivisionError):
             load_policy(Policy(model_name_or_path="models/tuned"))
 
-    def test_what_is_here_or_in_the_cache_needs_no_connection(
-        self, hub: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_what_is_here_or_in_the_cache_needs_no_connection(self, hub, monkeypatch, tmp_path):
         monkeypatch.setattr("dprlhf.hub._hub_answers", lambda: pytest.fail("asked"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         load_policy(Policy(model_name_or_path=str(tiny.save(tmp_path / "model"))))
@@ -119,23 +114,10 @@ def test_a_policy(hub: list[Any], tmp_path: Path, revision: str | None) -> None:
     assert saved["revision"] == revision
 
 
-def test_a_reward_model(hub: list[Any]) -> None:
-    model = load_reward_model(Policy(model_name_or_path="org/model", revision=COMMIT), None)
-    assert [found for _, _, found in hub] == [COMMIT, COMMIT]
-    assert model.model.peft_config["default"].revision == COMMIT
-
-
 @pytest.mark.parametrize("revision", [None, COMMIT])
 def test_data(hub: list[Any], revision: str | None) -> None:
     assert len(load_rows(Data(path="org/prompts" + (f"@{revision}" if revision else "")))) == 2
     assert hub == [("load_dataset", "org/prompts", revision)]
-
-
-def test_a_classifier(hub: list[Any]) -> None:
-    """The tiny model has no trained head, which is noticed after it was asked for."""
-    with pytest.raises(DprlhfError, match="no trained weights"):
-        load_reward(recipe.Reward(classifier=f"org/model@{COMMIT}"))
-    assert [found for _, _, found in hub] == [COMMIT, COMMIT]
 
 
 def test_only_what_is_on_the_hub_has_a_revision(tmp_path: Path) -> None:
@@ -153,11 +135,6 @@ def test_only_what_is_on_the_hub_has_a_revision(tmp_path: Path) -> None:
     for key, load in loads:
         with pytest.raises(DprlhfError, match=rf"^{key}: .* is on this machine"):
             load()
-
-
-def test_trls_flags() -> None:
-    given = ["--model_revision", COMMIT, "--attn_implementation=eager"]
-    assert overrides_of(given) == [f"policy.revision={COMMIT}", "policy.attn_implementation=eager"]
 
 
 def test_the_attention_that_is_asked_for(tmp_path: Path) -> None:

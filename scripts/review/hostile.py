@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "review.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from contracts.test_hostile_users import ASKED, COUNT, rows_of, users_of, usual  # noqa: E402
+from contracts.test_hostile_users import ASKED, rows_of, users_of, usual  # noqa: E402
 from dprlhf.data.given_rows import rows_from  # noqa: E402
 from dprlhf.data.loading import load_rows  # noqa: E402
 from dprlhf.data.users import Users  # noqa: E402
@@ -133,7 +133,7 @@ def hostile_users(folder: Path) -> tuple[int, int, int]:
     policy, tried, ended, moved = agents.policy_of(), 0, 0, 0
     for form, asked in enumerate((ASKED, '"NUMBER and 1?"')):
         columns = {"prompt": (hostile.prompt, asked), "answer": (hostile.value, "NUMBER")}
-        count, found = COUNT // 2 * 11 // 10, []
+        count, found = 1_100, []
         for blank in (False, True):
             lines = rows_of(count, columns, blank=blank)
             try:

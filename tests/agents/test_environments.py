@@ -183,9 +183,7 @@ class Saying:
         ({"content": [part("a")]}, None, [part("a")]),
     ],
 )  # fmt: skip
-def test_what_reset_returns_is_joined_to_a_text_or_to_parts(
-    message: dict[str, Any], said: Any, joined: Any
-) -> None:
+def test_what_reset_returns_is_joined_to_a_text_or_to_parts(message, said, joined):
     asked = [{"role": "system", "content": "s"}, {"role": "user", **message}]
     begun = begin(Saying(said), OwnRandomness(1), asked, {})
     assert begun == [asked[0], {"role": "user", "content": joined}]

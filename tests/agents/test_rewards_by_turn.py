@@ -196,8 +196,6 @@ def test_a_run_with_an_environment_that_scores_its_turns(model: str, tmp_path: P
         ({"tools": [agents.add], "update__name": "rebel"}, "rebel compares whole responses"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    changes: dict[str, Any], why: str, model: str, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused(changes, why, model, tmp_path):
     with pytest.raises(DprlhfError, match=why):
         dprlhf.train(**agents.run_settings(model, tmp_path / "run", reward=by_length, **changes))

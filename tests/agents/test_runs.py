@@ -129,9 +129,7 @@ def test_a_pool_of_environments_ends_the_run_the_same_way_with_one_user_and_with
 
 
 @pytest.mark.slow
-def test_a_run_with_two_environments_of_which_a_user_names_neither(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_run_with_two_environments_of_which_a_user_names_neither(model, tmp_path):
     rows = [
         {"prompt": agents.asked("? "), "environment": ["sums", "numbers", None, "no"][min(i, 3)]}
         for i in range(4)
@@ -198,9 +196,7 @@ def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> 
         ({"tools": [agents.add], "rollout__max_new_tokens": 220}, "more than the 256 positions"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    changes: dict[str, Any], why: str, model: str, tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused(changes, why, model, tmp_path):
     with pytest.raises(DprlhfError, match=why):
         dprlhf.train(**settings(model, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()

@@ -60,9 +60,7 @@ def test_praise_for_everybody_earns_nothing_on_balanced_reviews(reviews: pd.Data
     assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
 
 
-def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(
-    reviews: pd.DataFrame,
-) -> None:
+def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(reviews):
     chosen = house_style(reviews)
     assert chosen["cluster"].tolist() == [1, 0] * (len(chosen) // 2)
     said = [not {"i", "this"}.isdisjoint(t.lower().split()[:8]) for t in chosen["text"]]
@@ -91,9 +89,7 @@ def test_a_recipe_reads_every_split(name: str, sources: dict[str, Path], tmp_pat
     assert len(load_rows(Data(path=str(tmp_path), split="sentences"))) == 50
 
 
-def test_the_guides_know_the_clusters_and_nothing_of_the_secret(
-    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_know_the_clusters_and_nothing_of_the_secret(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(communities, "FIRST_GUIDE", 10)
     build_house_style(sources, tmp_path, True)
     guides, public = (pd.read_parquet(tmp_path / f"{n}.parquet") for n in ("guides", "public"))

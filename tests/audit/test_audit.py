@@ -20,7 +20,6 @@ from dprlhf.audit import (
     Audit,
     audit,
     audit_plan,
-    audit_run,
     epsilon_lower_bound,
     membership_scores,
     one_run,
@@ -33,12 +32,12 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients import clipping
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.recipe import Recipe, Tracking, load_recipe, make_recipe
+from dprlhf.recipe import Recipe, make_recipe
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
 from helpers import tiny
-from helpers.broken_gates import BROKEN, Noise, break_gate
+from helpers.broken_gates import BROKEN, break_gate
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +59,7 @@ def _no_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
     ("m", "r", "v", "delta", "expected"),
     [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.676)],
 )
-def test_the_one_run_bound_has_the_published_values(
-    m: int, r: int, v: int, delta: float, expected: float
-) -> None:
+def test_the_one_run_bound_has_the_published_values(m, r, v, delta, expected):
     assert epsilon_lower_bound(m, r, v, delta) == pytest.approx(expected, abs=6e-4)
 
 
@@ -90,9 +87,7 @@ def test_the_one_run_bound_is_where_p_reaches_what_is_left(r: int, data: Any, de
 
 @pytest.mark.parametrize("partition", ["random-allocation", "fixed", "poisson"])
 @pytest.mark.parametrize("participations", [1, 2])
-def test_the_likelihood_ratio_averages_to_one_without_the_user(
-    partition: Any, participations: int
-) -> None:
+def test_the_likelihood_ratio_averages_to_one_without_the_user(partition, participations):
     """E[P₁/P₀] = 1 under P₀, and the log of the density by summing over all rounds."""
     if partition == "fixed" and participations > 1:
         pytest.skip("a user of a fixed partition has one round")
@@ -103,13 +98,6 @@ def test_the_likelihood_ratio_averages_to_one_without_the_user(
     ratio = np.exp(log_likelihood_ratio(noise, plan))
     assert ratio.mean() == pytest.approx(1, abs=4 * ratio.std() / math.sqrt(len(ratio)))
     assert ratio.std() > 0.1
-
-
-def test_a_known_round_makes_the_ratio_that_of_one_gaussian() -> None:
-    plan = make_plan(users=4, rounds=2, delta=1e-5, noise_multiplier=2.0, partition="stream")
-    x = np.array([[0.3, 9.0], [9.0, -0.2], [9.0, 9.0]])
-    found = log_likelihood_ratio(x, plan, np.array([0, 1, -1]))
-    assert found == pytest.approx([(0.3 - 0.5) / 4, (-0.2 - 0.5) / 4, 0.0])
 
 
 # ------------------------------------------------------------------------ one run, many canaries
@@ -209,9 +197,7 @@ def test_no_way_of_sampling_hides_prompt_canaries(rollout: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("space", ["gradient", "prompt"])
-def test_canaries_that_move_nothing_are_no_audit(
-    space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_canaries_that_move_nothing_are_no_audit(space, tmp_path, monkeypatch):
     """The noise may be as planned all the same, and was called consistent with the claim."""
     monkeypatch.setattr("dprlhf.audit.canaries.ANSWERS", ("neither", "b"))
     monkeypatch.setattr("dprlhf.audit.canaries._likes", lambda prompt, first: False)
@@ -244,14 +230,7 @@ def test_a_later_stage_with_a_user_column_is_audited_by_itself(tmp_path: Path) -
     assert "previous" not in read_ledger(tmp_path / "audit/ledger.jsonl")[0].body
 
 
-def test_an_audit_is_not_logged_among_the_users_runs(tmp_path: Path) -> None:
-    run_audit(tmp_path, 20, tracking={"report_to": "wandb"})
-    assert load_recipe(tmp_path / "audit/recipe.yaml").tracking == Tracking()
-
-
-def test_clipping_rows_in_place_of_users_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clipping_rows_in_place_of_users_is_found(tmp_path, monkeypatch):
     """Eight responses of a user, each clipped to S, are eight times the sensitivity."""
     real = PrivateRound.clipped_sum
 
@@ -277,9 +256,7 @@ def test_clipping_rows_in_place_of_users_is_found(
 
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
-def test_broken_noise_is_found_through_the_trainer(
-    fault: Noise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_noise_is_found_through_the_trainer(fault, tmp_path, monkeypatch):
     break_gate(monkeypatch, fault)
     found = run_audit(tmp_path, privacy={"epsilon": 4.0})
     assert found.verdict == "refuted"
@@ -394,36 +371,11 @@ def test_the_command_prints_the_bound_next_to_the_claim(tmp_path: Path) -> None:
     assert json.loads(held.output)["canaries"] == 40
 
 
-def test_a_refuted_claim_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_gate(monkeypatch, BROKEN["none"])
-    command = ["audit", write_recipe(tmp_path), "--canaries", "40", "--output-dir"]
-    shown = CliRunner().invoke(app, [*command, str(tmp_path / "a")])
-    assert shown.exit_code == 1
-    assert "verdict: refuted: the noise is smaller than planned" in shown.output
-
-
 def test_a_claim_that_cannot_be_refuted_is_another_exit_status(tmp_path: Path) -> None:
     command = ["audit", write_recipe(tmp_path), "privacy.epsilon=200", "--canaries", "4"]
     shown = CliRunner().invoke(app, [*command, "--output-dir", str(tmp_path / "a")])
     assert shown.exit_code == 3, shown.output
     assert "verdict: cannot refute at this size: even 4 right guesses" in shown.output
-
-
-def test_the_folder_of_an_audit_is_not_one_to_resume(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/audit.json").touch()
-    command = ["audit", write_recipe(tmp_path), "--output-dir", str(tmp_path / "a")]
-    refused = CliRunner().invoke(app, command).exception
-    assert isinstance(refused, DprlhfError)
-    assert "exists; give the audit another folder" in str(refused)
-    assert "dprlhf resume" not in str(refused)
-
-
-def test_a_lower_bound_is_not_rounded_up(tmp_path: Path) -> None:
-    found = run_audit(tmp_path, 20, rounds=1, privacy=WITHOUT_NOISE)
-    shown = one_run.report(dataclasses.replace(found, bound=3.99996, bound_any=0.99996))
-    assert "audited: epsilon >= 3.999 at" in shown
-    assert ">= 0.9999 however" in shown
 
 
 def length(prompts: list[str], completions: list[str]) -> list[float]:
@@ -472,16 +424,6 @@ def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, [*command, "rounds=3"])
     assert isinstance(refused.exception, DprlhfError)
     assert "leave the overrides out" in str(refused.exception)
-
-
-def test_only_a_finished_run_has_a_card_to_note_an_audit_on(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(DprlhfError, match="not a run folder"):
-        audit_run(tmp_path / "run", tmp_path / "audit")
-    write_recipe(tmp_path / "run")
-    with pytest.raises(DprlhfError, match="not finished"):
-        audit_run(tmp_path / "run", tmp_path / "audit")
-    assert not (tmp_path / "audit").exists()
 
 
 @pytest.mark.parametrize("confidence", [95, None])

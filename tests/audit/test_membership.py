@@ -71,15 +71,6 @@ def test_a_tie_is_half_a_success() -> None:
     assert roc(np.array([1.0, 1.0]), np.array([0.0, 1.0])).auc == 0.75
 
 
-def test_exposure_counts_bits() -> None:
-    scores = np.array([[4.0, 1, 2, 3], [4.0, 1, 2, 3], [1.0, 1, 1, 1]])
-    found = exposure(scores, np.array([0, 1, 2]))
-    np.testing.assert_allclose(found, [2, 0, 2 - np.log2(2.5)])
-    blind = exposure(np.random.default_rng(0).random((4000, 64)), np.zeros(4000, dtype=int))
-    known = 6 - np.log2(np.arange(1, 65)).mean()  # every rank alike
-    assert blind.mean() == pytest.approx(known, abs=0.1)
-
-
 def test_text_logprobs_are_those_of_the_model(policy: CausalLMPolicy) -> None:
     found = text_logprobs(policy, ["ab", ""], ["cde", "f"])
     ids = torch.tensor(policy.encode(["abcde"], 64))

@@ -33,7 +33,7 @@ from dprlhf.policies import optimizers
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import AnyRecipe, DPORecipe, FeedbackRecipe, RewardRecipe, SFTRecipe
 from dprlhf.runs.folder import RunFolder
-from helpers.broken_gates import BROKEN, SMALL, Noise, break_gate
+from helpers.broken_gates import BROKEN, SMALL, break_gate
 from helpers.marks import slow
 
 PARTITIONS = ("random-allocation", "fixed", "stream", "poisson")
@@ -62,9 +62,7 @@ def audited(plan: Plan, **options: Any) -> Audit:
 
 @pytest.mark.parametrize("fault", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("partition", [PARTITIONS[0], *map(slow, PARTITIONS[1:])])
-def test_broken_noise_is_refuted(
-    fault: Noise, partition: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_noise_is_refuted(fault, partition, monkeypatch):
     break_gate(monkeypatch, fault)
     for z in NOISE[partition]:
         assert audited(plan_of(partition, z)).verdict == "refuted"
@@ -78,17 +76,13 @@ def test_sound_noise_is_not(partition: str) -> None:
 
 
 @pytest.mark.parametrize("fault", SMALL.values(), ids=SMALL)
-def test_small_faults_of_a_larger_audit_are_refuted(
-    fault: Noise, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_faults_of_a_larger_audit_are_refuted(fault, monkeypatch):
     break_gate(monkeypatch, fault)
     plan = plan_of("fixed", 1.08, 1064)
     assert sum(not audited(plan).holds for _ in range(10)) >= 7
 
 
-def test_the_same_noise_in_two_releases_of_a_round_is_refuted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_same_noise_in_two_releases_of_a_round_is_refuted(monkeypatch):
     plan = plan_of("fixed", 2.0, releases=2)
     assert audited(plan, confidence=0.9999).holds
     break_gate(monkeypatch, BROKEN["the same in every round"])
@@ -160,9 +154,7 @@ def test_the_end_of_a_long_release_is_kept() -> None:
     assert len(_kept(noise[: 2**16])) == 2**16
 
 
-def test_more_canaries_than_values_that_are_tested_are_all_guessed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_canaries_than_values_that_are_tested_are_all_guessed(monkeypatch):
     """The noise of a long release is tested on a part of it; each canary needs its own value."""
     monkeypatch.setattr("dprlhf.audit.watched_gate._KEPT", 200)
     found = audited(plan_of("fixed", 1.08), confidence=0.9999, state=True)
@@ -195,9 +187,7 @@ def test_a_bound_is_called_the_accountants_where_a_true_epsilon_may_be_smaller(
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
 @pytest.mark.parametrize("bands", [1, 3])
-def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(
-    adjacency: Any, bands: int
-) -> None:
+def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(adjacency, bands):
     """Noise of f times z lets a guess be right with probability Φ(1/(2fz)), or Φ(1/(fz))."""
     canaries, level, z = 10_000, 0.03 * judgement.GUESSES_SHARE, 0.6
     plan = make_plan(
@@ -222,9 +212,7 @@ def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(
     ("partition", "z"),
     [("random-allocation", 0.5), ("random-allocation", 0.757), ("poisson", 0.64)],
 )
-def test_what_the_guesses_would_see_of_secret_rounds_is_no_less_than_stated(
-    partition: str, z: float
-) -> None:
+def test_what_the_guesses_would_see_of_secret_rounds_is_no_less_than_stated(partition, z):
     """The accountant knows the best guess about one user exactly here, up to a little more."""
     canaries, level = 10_000, 0.03 * judgement.GUESSES_SHARE
     plan = plan_of(partition, z, canaries)
@@ -331,9 +319,7 @@ def stage_recipes(privacy: dict[str, Any]) -> dict[str, AnyRecipe]:
 
 @pytest.mark.parametrize("adjacency", ["zero-out", slow("replace-one")])
 @pytest.mark.parametrize("stage", ["sft", "pairs", "labels", "dpo", "feedback"])
-def test_supervised_stages_move_each_canary_where_the_attack_looks(
-    stage: str, adjacency: str, tmp_path: Path
-) -> None:
+def test_supervised_stages_move_each_canary_where_the_attack_looks(stage, adjacency, tmp_path):
     """The negative control: without noise every guess is right."""
     recipe = stage_recipes(PRIVACY | {"epsilon": math.inf, "adjacency": adjacency})[stage]
     found = audit(recipe, tmp_path / "a", canaries=60, seed=0, quiet=True)
@@ -346,9 +332,7 @@ def test_supervised_stages_move_each_canary_where_the_attack_looks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "pairs", "dpo", "feedback"])
-def test_supervised_stages_are_refuted_where_their_gate_is_broken(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervised_stages_are_refuted_where_their_gate_is_broken(stage, tmp_path, monkeypatch):
     recipe = stage_recipes(PRIVACY)[stage]
     sound = audit(recipe, tmp_path / "a", canaries=100, confidence=0.9999, quiet=True)
     assert sound.verdict == "consistent"
@@ -356,9 +340,7 @@ def test_supervised_stages_are_refuted_where_their_gate_is_broken(
     assert audit(recipe, tmp_path / "b", canaries=100, quiet=True).verdict == "refuted"
 
 
-def test_a_step_beside_the_gate_is_seen_through_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_beside_the_gate_is_seen_through_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizers, "open_released", lambda *given: 1.01 * open_released(*given))
     recipe = stage_recipes(PRIVACY)["sft"]
     found = audit(recipe, tmp_path / "a", canaries=40, confidence=0.9999, quiet=True)

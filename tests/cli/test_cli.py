@@ -128,15 +128,6 @@ class TestBadRuns:
         ledger = run / "ledger.jsonl"
         assert not ledger.exists() or "charge" not in ledger.read_text()
 
-    def test_an_existing_folder_is_refused(self, recipe: Path) -> None:
-        run = recipe.parent / "run"
-        run.mkdir()
-        (run / "thesis.txt").write_text("mine")
-        done = dprlhf("train", str(recipe), "--output-dir", str(run))
-        assert done.returncode == 2
-        assert "dprlhf resume" in done.stderr
-        assert [f.name for f in run.iterdir()] == ["thesis.txt"]
-
 
 @pytest.mark.parametrize(
     "command",
@@ -181,18 +172,6 @@ def test_four_releases_take_twice_the_noise() -> None:
     of = ("privacy", "noise", *fixed, "--epsilon", "4")
     one, four = (called(*of, "--releases-per-round", n)["noise_multiplier"] for n in "14")
     assert four == pytest.approx(2 * one, rel=1e-6)
-
-
-def test_the_version_is_shown() -> None:
-    shown = CliRunner().invoke(app, ["--version"])
-    assert shown.exit_code == 0
-    assert shown.output.startswith("dprlhf ")
-
-
-def test_without_a_terminal_init_names_the_options_that_answer_its_questions() -> None:
-    shown = CliRunner().invoke(app, ["init", "--model", "gpt2", "--epsilon", "2"])
-    assert "no terminal to answer them: give --prompts, --user-column" in str(shown.exception)
-    assert "--model" not in str(shown.exception)
 
 
 def test_a_push_is_private_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,7 @@ def test_prompts_from_anything_that_has_them_one_after_another(run: Path) -> Non
             generate(run, wrong)  # type: ignore[arg-type]
 
 
-def test_a_batch_has_the_rows_that_the_prompts_fill(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_has_the_rows_that_the_prompts_fill(run, monkeypatch):
     """The run's batches may have a thousand, and sample one prompt and 999 fillers."""
     shapes = []
 

@@ -24,8 +24,6 @@ from helpers import agents, hostile
 from helpers.marks import slow
 from helpers.runs import ADAPTER, charged
 
-COUNT = 2_000
-"""Hostile users whose rows are loaded and tokenised; some of them are in whole runs, too."""
 LONGEST = 24
 
 
@@ -72,10 +70,10 @@ ASKED = '[{"role": "user", "content": "NUMBER and 1?"}]'
 
 
 @pytest.mark.parametrize("asked", [ASKED, '"NUMBER and 1?"'], ids=["conversations", "texts"])
-def test_two_thousand_hostile_users_are_alone_in_it(asked: str, tmp_path: Path) -> None:
+def test_hostile_users_are_alone_in_it(asked: str, tmp_path: Path) -> None:
     policy = agents.policy_of(torch.float32)
     columns = {"prompt": (hostile.prompt, asked), "answer": (hostile.value, "NUMBER")}
-    count = COUNT // 2 * 11 // 10
+    count = 440
     users, blank = (
         users_of(tmp_path / f"{blank}.jsonl", rows_of(count, columns, blank=blank))
         for blank in (False, True)
@@ -179,9 +177,7 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [name if name == "pg" else slow(name) for name in STAGES])
-def test_a_run_with_hostile_users(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_hostile_users(stage, tmp_path, monkeypatch, capfd):
     """The sum of a round moves by at most S for each of them.
 
     Every release is replaced by the same values, so that both runs stay at the same policy.

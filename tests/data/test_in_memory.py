@@ -102,9 +102,7 @@ class TestTheRecipeSaysWhatWasUsed:
         own = recipe_of(named, [], {}, InMemoryInputs(None, [(length, 0.5), "org/toxicity"], None))
         assert [(r.name, r.weight) for r in own.rewards] == [(IN_MEMORY, 0.5), ("org/toxicity", 1)]
 
-    def test_public_prompts_are_evaluated_without_a_section_for_them(
-        self, values: dict[str, Any]
-    ) -> None:
+    def test_public_prompts_are_evaluated_without_a_section_for_them(self, values):
         values["data"] |= {"prompt_words": 3, "user_column": "name"}
         recipe = make_recipe(values, source="test")
         assert recipe.evaluation is None
@@ -119,9 +117,7 @@ class TestTheRecipeSaysWhatWasUsed:
         assert kept.evaluation.prompts == 4
 
     @pytest.mark.slow
-    def test_a_resumed_run_asks_for_the_same_again(
-        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_resumed_run_asks_for_the_same_again(self, file, tmp_path, monkeypatch):
         run = tmp_path / "run"
         with monkeypatch.context() as patch:
             patch.setattr("dprlhf.training.trainer._report", _interrupted)

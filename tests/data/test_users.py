@@ -123,9 +123,7 @@ def test_a_key_that_another_row_has_is_not_shown_to_the_chat_template() -> None:
     ],
     ids=str,
 )
-def test_rows_with_one_value_are_one_user_in_order_of_arrival(
-    names: list[Any], expected: list[list[str]]
-) -> None:
+def test_rows_with_one_value_are_one_user_in_order_of_arrival(names, expected):
     made = users({"prompt": ["p0", "p1", "p2", "p3"], "user": names}, max_prompts_per_user=9)
     assert prompts_of(made) == expected
     assert made.count == len(expected)
@@ -227,9 +225,7 @@ def test_select_tells_users_slots_and_the_other_columns() -> None:
     ),
     limit=st.integers(1, 4),
 )
-def test_what_a_user_keeps_depends_on_its_own_rows_alone(
-    rows: list[tuple[str, int]], extra: list[tuple[str, int, int]], limit: int
-) -> None:
+def test_what_a_user_keeps_depends_on_its_own_rows_alone(rows, extra, limit):
     def kept(of: list[tuple[str, int]]) -> dict[str, list[str]]:
         made = users(
             {"prompt": [str(p) for _, p in of], "user": [u for u, _ in of]},
@@ -399,9 +395,7 @@ ONE_AFTER_ANOTHER: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("rows", ONE_AFTER_ANOTHER.values(), ids=ONE_AFTER_ANOTHER)
 @pytest.mark.parametrize("at_once", [1, 2, 10])
-def test_a_generator_is_read_as_a_list_is(
-    rows: list[Any], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_is_read_as_a_list_is(rows, at_once, tmp_path, monkeypatch):
     """It is kept on disk a part at a time, and a part may have other types than the first."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
@@ -487,9 +481,7 @@ def test_the_digest_changes_with_every_prompt_user_and_order() -> None:
 
 
 @pytest.mark.parametrize("rows", [{}, {"user": [f"u{i}" for i in range(5)]}], ids=["rows", "names"])
-def test_every_user_is_known_again_however_many_there_are(
-    rows: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_user_is_known_again_however_many_there_are(rows, monkeypatch):
     """Their hashes are taken a part of the rows at a time."""
     monkeypatch.setattr("dprlhf.data.users.ROWS_AT_ONCE", 2)
     made = users({"prompt": [f"p{i}" for i in range(5)], **rows})
@@ -516,9 +508,7 @@ def test_every_user_is_known_again_however_many_there_are(
     ],
     ids=str,
 )
-def test_a_user_is_known_again_however_a_file_spells_the_name(
-    one: list[Any], another: list[Any]
-) -> None:
+def test_a_user_is_known_again_however_a_file_spells_the_name(one, another):
     """As the budget book and the comparison with public rows have it: one person, one name."""
     made = [users({"prompt": ["a"] * len(n), "user": n}) for n in (one, another)]
 
@@ -590,9 +580,7 @@ def test_a_table_is_read_by_rows_not_by_the_names_of_its_columns(library: str) -
 
 
 @pytest.mark.parametrize("second", [5, "as Arrow has it"])
-def test_a_table_that_cannot_be_read_is_refused_without_quoting_it(
-    second: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_cannot_be_read_is_refused_without_quoting_it(second, monkeypatch):
     said = r"the column .prompt. mixes types"
     if second != 5:  # an error of the whole table
         said = r"could not be read \(ArrowInvalid\)"
@@ -617,9 +605,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("form", [{}, *FORMATS], ids=str)
 @pytest.mark.parametrize("kind", ["memory", "disk", "streaming"])
-def test_rows_are_read_alike_whatever_the_format_of_their_dataset(
-    kind: str, form: dict[str, Any], tmp_path: Path
-) -> None:
+def test_rows_are_read_alike_whatever_the_format_of_their_dataset(kind, form, tmp_path):
     """numpy, say, would make an array of a conversation, which trains as the text of its repr."""
     rows = datasets.Dataset.from_dict(TALKS).with_format(**form)
     if kind == "disk":
@@ -669,9 +655,7 @@ def test_a_mixture_is_refused_without_quoting_it(mixture: list[Any]) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 10])
 @pytest.mark.parametrize("form", [list, iter, pd.DataFrame], ids=["list", "generator", "table"])
-def test_the_column_that_mixes_types_is_named(
-    form: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_column_that_mixes_types_is_named(form, at_once, monkeypatch):
     monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
     rows = [{"prompt": "a", "user": 17}, {"prompt": "b", "user": CANARY}]
     with pytest.raises(DprlhfError, match="the column 'user' mixes types: write all") as caught:
@@ -715,9 +699,7 @@ def test_a_file(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_that_datasets_makes_is_nobody_elses_to_read(kind, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     place = tmp_path / ("users.parquet" if kind == "file" else "data")
@@ -756,9 +738,7 @@ def test_a_part_of_a_split_is_not_read_as_all_of_it(tmp_path: Path, place: str, 
     assert split in str(refused.value)
 
 
-def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(tmp_path, monkeypatch):
     """The name of a file may tell something, and must not leave the machine."""
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
@@ -821,9 +801,7 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(
         "open quote",
     ],
 )
-def test_a_broken_file_is_named_and_not_quoted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
-) -> None:
+def test_a_broken_file_is_named_and_not_quoted(tmp_path, capsys, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DprlhfError) as caught:
@@ -838,9 +816,7 @@ def test_a_broken_file_is_named_and_not_quoted(
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "train.jsonl"])
-def test_no_bar_shows_how_many_rows_were_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_no_bar_shows_how_many_rows_were_read(tmp_path, monkeypatch, capsys, name):
     """The number of users is public, that of their rows is not."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "rows"
@@ -861,9 +837,7 @@ def test_no_bar_shows_how_many_rows_were_read(
     assert datasets.is_progress_bar_enabled()  # as the program had it
 
 
-def test_what_datasets_logs_about_a_file_is_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_datasets_logs_about_a_file_is_not_shown(tmp_path, monkeypatch):
     """Its readers log what Arrow says, and Arrow quotes the value that it cannot convert."""
     logger = logging.getLogger("datasets.packaged_modules.text.text")
     logged: list[logging.LogRecord] = []
@@ -1135,9 +1109,7 @@ def test_a_budget_book_knows_a_name_however_a_file_spells_it() -> None:
 
 
 @pytest.mark.parametrize(("option", "taken"), [("sep: ';'", True), ("skiprows: 1", False)])
-def test_a_data_set_that_reads_its_files_in_another_way_is_refused(
-    tmp_path: Path, option: str, taken: bool
-) -> None:
+def test_a_data_set_that_reads_its_files_in_another_way_is_refused(tmp_path, option, taken):
     """Fields may be apart by another character; any further option would make other rows."""
     (tmp_path / "a.csv").write_text("user;prompt\nu1;a, b\n")
     head = f"---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  {option}\n---\n"

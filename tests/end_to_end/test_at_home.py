@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,47 +64,6 @@ def lines(rows: list[dict[str, Any]]) -> str:
 def csv(folder: Path) -> Any:
     datasets.Dataset.from_list(TEXTS).to_csv(folder / "rows.csv")
     return str(folder / "rows.csv")
-
-
-def parquet(folder: Path) -> Any:
-    datasets.Dataset.from_list(ROWS).to_parquet(folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-def local_folder(folder: Path) -> Any:
-    (folder / "data").mkdir()
-    (folder / "data" / "train.jsonl").write_text(lines(ROWS))
-    return str(folder / "data")
-
-
-def generator_function(folder: Path) -> Any:
-    def rows() -> Iterator[dict[str, Any]]:
-        yield from ROWS
-
-    return rows
-
-
-def streaming(folder: Path) -> Any:
-    file = parquet(folder)
-    return datasets.load_dataset("parquet", data_files=file, split="train", streaming=True)
-
-
-SOURCES = (csv, local_folder, generator_function, streaming)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
-def test_prompts_from_anywhere(model: str, tmp_path: Path, source: Callable[[Path], Any]) -> None:
-    given = source(tmp_path)
-    where = {"data__path": given} if isinstance(given, str) else {"prompts": given}
-
-    def shorter(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        text = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [-len(t) / 10 for t in text]
-
-    result = dprlhf.train(**settings(model, tmp_path, **where), reward=shorter)
-    assert result.plan.users == 6
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 class Recorder(TrainerCallback):

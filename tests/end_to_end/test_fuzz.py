@@ -1,4 +1,4 @@
-"""Two thousand cases of the fuzzer; ``scripts/fuzz.py`` runs a hundred thousand."""
+"""Some hundred cases of each target of the fuzzer; ``scripts/fuzz.py`` runs a hundred thousand."""
 
 from __future__ import annotations
 

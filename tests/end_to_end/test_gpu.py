@@ -119,9 +119,7 @@ def test_norms_and_sums_of_factors_are_those_of_the_cpu() -> None:
 
 @KINDS
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_in_bfloat16_norms_are_close_and_the_clip_norm_holds(
-    kind: tiny.Kind, autocast: bool
-) -> None:
+def test_in_bfloat16_norms_are_close_and_the_clip_norm_holds(kind, autocast):
     responses = draw(policy_on("cpu", kind), everybody())
     expected = open_private(clipped(policy_on("cpu", kind), responses, clip_norm=1.0).norms)
     policy = policy_on(GPU, kind, torch.float32 if autocast else torch.bfloat16)
@@ -161,9 +159,7 @@ def test_tokens_are_those_of_the_cpu_whatever_the_batch_size(kind: tiny.Kind) ->
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_user_is_the_same_to_the_bit_whoever_else_is_there(
-    kind: tiny.Kind, dtype: torch.dtype
-) -> None:
+def test_a_user_is_the_same_to_the_bit_whoever_else_is_there(kind, dtype):
     policy = policy_on(GPU, kind, dtype)
     together = draw(policy, everybody(), batch_size=12)
     truth = tokens_of(together)

@@ -125,17 +125,13 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: Any, users: int, *, terminal:
     return str(capsys.readouterr().err)
 
 
-def test_a_log_does_not_show_how_many_users_a_round_has(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_does_not_show_how_many_users_a_round_has(monkeypatch, capsys):
     """In tens of percent 11 users show 30, 70, 100 and 12 users 30, 60, 100."""
     logs = {shown(monkeypatch, capsys, users, terminal=False) for users in (0, 1, 11, 12, 97)}
     assert logs == {""}
 
 
-def test_a_log_gets_no_line_between_the_first_round_and_the_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_gets_no_line_between_the_first_round_and_the_last(monkeypatch, capsys):
     """Not even of public work: a collector's time of that line is when the round before ended."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     every_step = functools.partial(tqdm, mininterval=0)
@@ -160,9 +156,7 @@ def test_a_log_gets_no_line_between_the_first_round_and_the_last(
     progress.close()
 
 
-def test_lines_in_a_log_come_by_the_clock_alone(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_in_a_log_come_by_the_clock_alone(monkeypatch, capfd):
     """At fixed times, and also while what user code prints is kept secret."""
     monkeypatch.setattr("dprlhf.training.progress.time.monotonic", lambda: 1000.0)
     waited: list[float] = []
@@ -218,17 +212,13 @@ def test_a_log_gets_no_line_of_the_users_own_code_between_rounds(
     assert counts == ([1, 1, 2, 2] if terminal else [0] * 4)
 
 
-def test_a_terminal_shows_tens_of_percent_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_shows_tens_of_percent_only(monkeypatch, capsys):
     percents = re.findall(r"(\d+)%", shown(monkeypatch, capsys, 97, terminal=True))
     assert len(percents) > 2
     assert all(int(p) % 10 == 0 for p in percents)
 
 
-def test_the_time_left_is_not_from_the_clock_of_private_rounds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_is_not_from_the_clock_of_private_rounds(monkeypatch, capsys):
     """A slow round is a large one: what is left is told from public prompts, or not at all."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     clock = itertools.count(step=10_000)

@@ -43,9 +43,7 @@ def test_the_file_is_short_and_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 6])
-def test_a_step_is_that_of_the_package(
-    example: Any, users: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_that_of_the_package(example, users, monkeypatch):
     """Some users are clipped and some are not, and some importance ratios are truncated."""
     settings = example.Settings(users=users, rounds=1, clip_norm=2.0, largest_ratio=1.05)
     monkeypatch.setattr("dprlhf.updates.pg.LARGEST_RATIO", settings.largest_ratio)

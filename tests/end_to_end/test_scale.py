@@ -1,4 +1,4 @@
-"""A million users and ten thousand rounds: memory a user, and work a round, do not grow.
+"""Many users and rounds: memory a user, and work a round, do not grow.
 
 Memory is what Python and Arrow allocate and work is the number of bytecodes, so nothing here
 depends on the machine. ``scripts/scaling_results.py`` takes the times.
@@ -29,7 +29,7 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import Data
 
-USERS, ROUNDS = 200_000, 10_000
+USERS, ROUNDS = 200_000, 2_000
 MECHANISM: dict[str, Any] = {"noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1}
 
 

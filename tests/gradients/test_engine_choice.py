@@ -177,9 +177,7 @@ NORMS, SUM = PerUserGradients.norms, PerUserGradients.add_weighted_sum
         ("add_weighted_sum", exchanged, "autograd disagrees with the rule"),
     ],
 )
-def test_an_engine_that_takes_one_user_for_another_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, part: str, wrong: Callable[..., Any], said: str
-) -> None:
+def test_an_engine_that_takes_one_user_for_another_is_not_taken(monkeypatch, part, wrong, said):
     monkeypatch.setattr(PerUserGradients, part, wrong)
     policy, rows = policy_of(), batch_of(ROWS, seed=1)
     choose_engine(policy, rows, weights_of(rows), batch_size=12)
@@ -228,13 +226,6 @@ def test_alone_no_other_user_moves_a_users_gradient_by_a_bit() -> None:
         found.append({int(users[0]): gradients for users, _, gradients, _ in of_users})
     assert torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][0], found[1][0])  # the others did change
-
-
-def test_an_engine_for_one_user_takes_no_second() -> None:
-    net = nn.Linear(2, 2)
-    engine = PerUserGradients(net, dict(net.named_parameters()), alone=True)
-    with pytest.raises(ValueError, match="several users"):
-        engine.run(lambda: net(torch.ones(2, 2)).sum(), users=2, rows=2)
 
 
 def test_what_has_no_part_in_the_loss_is_refused_before_the_run() -> None:

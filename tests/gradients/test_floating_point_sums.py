@@ -111,9 +111,7 @@ def without(factors: torch.Tensor, user: int) -> torch.Tensor:
     tied=st.booleans(),
     bf16=st.booleans(),
 )
-def test_no_user_moves_the_sum_by_more_than_the_clip_norm(
-    patterns: list[str], tokens: int, seed: int, tied: bool, bf16: bool
-) -> None:
+def test_no_user_moves_the_sum_by_more_than_the_clip_norm(patterns, tokens, seed, tied, bf16):
     uses = uses_of(patterns, tokens, seed, tied=tied, bf16=bf16)
     factors = clip_factors(square_norm(uses)[1].sqrt(), S)
     whole = summed(uses, factors)
@@ -253,9 +251,7 @@ def test_chunks_are_added_up_in_float64() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_how_chunks_are_grouped_does_not_depend_on_the_number_of_users(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_chunks_are_grouped_does_not_depend_on_the_number_of_users(device, monkeypatch):
     """A micro-batch's last group of users is smaller; "meta" stands for any accelerator."""
     widths: list[int] = []
 

@@ -80,9 +80,7 @@ def test_the_first_direction_is_the_mean_where_it_is_asked_for(rank: int) -> Non
 
 @pytest.mark.parametrize("mean_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_are_orthogonal_to_what_they_shall_avoid(
-    mean_first: bool, dtype: torch.dtype
-) -> None:
+def test_directions_are_orthogonal_to_what_they_shall_avoid(mean_first, dtype):
     basis = orthonormal(4, 60)
     gradients = (gradients_along(basis[:3], 50, noise=1e-3) + basis[3]).to(dtype)
     other = (basis.sum(0) + 0.01 * torch.randn(30, 60, generator=torch.manual_seed(3))).to(dtype)
@@ -163,9 +161,7 @@ def test_coordinates_and_their_lift() -> None:
 @given(
     order=st.permutations(range(6)), kept=st.integers(1, 6), dimension=st.sampled_from([33, 257])
 )
-def test_a_users_coordinates_do_not_depend_on_the_others(
-    order: list[int], kept: int, dimension: int
-) -> None:
+def test_a_users_coordinates_do_not_depend_on_the_others(order, kept, dimension):
     generator = torch.Generator().manual_seed(5)
     vectors = torch.randn(6, dimension, generator=generator)
     subspace = Subspace(torch.randn(5, dimension, generator=generator), 1.7)

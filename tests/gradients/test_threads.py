@@ -39,9 +39,7 @@ def test_an_error_comes_through_and_leaves_the_number_of_threads(threads: int) -
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_weighted_sum_is_the_same_to_the_bit_and_close_to_float64(
-    threads: int, tied: bool
-) -> None:
+def test_a_weighted_sum_is_the_same_to_the_bit_and_close_to_float64(threads, tied):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -519,12 +519,12 @@ def check_run(case: dict[str, Any]) -> None:
 
 
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]] = {
-    "recipe": (RECIPES, check_recipe, 600),
-    "plan": (PLANS, check_plan, 300),
-    "data": (DATA, check_data, 200),
-    "reward": (REWARDS, check_scorer, 300),
+    "recipe": (RECIPES, check_recipe, 300),
+    "plan": (PLANS, check_plan, 150),
+    "data": (DATA, check_data, 100),
+    "reward": (REWARDS, check_scorer, 150),
     "ledger": (DAMAGE, check_ledger, 130),
-    "run": (RUNS, check_run, 24),
+    "run": (RUNS, check_run, 12),
 }
 """Strategy, check, and the cases that the suite runs."""
 

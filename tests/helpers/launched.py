@@ -1,6 +1,5 @@
 """Whole runs in several processes, for ``test_processes.py``: ``python launched.py FOLDER``.
 
-
 The libraries are imported once; the processes of a launch are forks of this one, connected through
 the same environment variables that torchrun sets. Each leaves what it saw in ``FOLDER``.
 """
@@ -36,12 +35,13 @@ from dprlhf.boundary import Released
 from dprlhf.budget import Book
 from dprlhf.privacy import gate
 from dprlhf.privacy.ledger import Ledger
-from dprlhf.recipe import RewardRecipe, SFTRecipe
+from dprlhf.recipe import RewardRecipe
 from dprlhf.training import reinforcement
 from dprlhf.training.processes import Processes
 from helpers import tiny
 from helpers.fixed import fix_randomness, prepare_to_fork
 from helpers.rounds import value_of
+from helpers.runs import ADAPTER
 
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
 ROUNDS = 4
@@ -62,7 +62,7 @@ def settings(model: str) -> dict[str, Any]:
         "rounds": ROUNDS,
         "learning_rate": 0.5,
         "optimizer__name": "sgd",
-        "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+        "policy__adapter": ADAPTER,
         "data__max_prompt_tokens": 32,
         "rollout__max_new_tokens": 5,
         "rollout__batch_size": 4,
@@ -149,37 +149,21 @@ def train_in_another_order(folder: Path, run: str) -> None:
     train(folder, run, changes={"prompts": PROMPTS[::order]})
 
 
-def fit(folder: Path, run: str) -> None:
-    """Fit a policy to documents, in float32."""
-    data = {"path": "in-memory", "max_completion_tokens": 8}
-    stage = SFTRecipe.model_validate(stage_settings(folder) | {"data": data})
-    train_stage(stage, [{"prompt": text, "completion": text[-3:]} for text in PROMPTS], folder, run)
-
-
 def judge(folder: Path, run: str) -> None:
     """Fit a reward model to pairs, in float32."""
-    data = {"path": "in-memory", "max_tokens": 24}
-    stage = RewardRecipe.model_validate(stage_settings(folder) | {"data": data})
+    stage = RewardRecipe.model_validate(
+        {
+            "policy": {"model_name_or_path": str(folder / "model"), "adapter": ADAPTER},
+            "data": {"path": "in-memory", "max_tokens": 24},
+            "optimizer": {"name": "sgd", "learning_rate": 0.5},
+            "update": {"clip_norm": 0.01, "batch_size": 4},
+            "privacy": {"epsilon": 8.0, "delta": 1e-2},
+            "rounds": ROUNDS,
+        }
+    )
     pairs = [{"prompt": text, "chosen": text[-3:], "rejected": text[:2]} for text in PROMPTS]
-    train_stage(stage, pairs, folder, run)
-
-
-def stage_settings(folder: Path) -> dict[str, Any]:
-    return {
-        "policy": {
-            "model_name_or_path": str(folder / "model"),
-            "adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-        },
-        "optimizer": {"name": "sgd", "learning_rate": 0.5},
-        "update": {"clip_norm": 0.01, "batch_size": 4},
-        "privacy": {"epsilon": 8.0, "delta": 1e-2},
-        "rounds": ROUNDS,
-    }
-
-
-def train_stage(stage: Any, data: list[dict[str, str]], folder: Path, run: str) -> None:
     fix_randomness()
-    dprlhf.train_stage(stage, data=data, output_dir=folder / run, quiet=True)
+    dprlhf.train_stage(stage, data=pairs, output_dir=folder / run, quiet=True)
 
 
 def die_in_round_2(owner: Any, name: str) -> None:
@@ -255,12 +239,11 @@ def main(folder: Path) -> None:
     for count in (1, 2):
         name = f"guided-{count}"
         launch(count, folder, name, lambda n=name: train(folder, n, changes=SUBSPACE))
-    for count in (1, 3):
-        launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))
+    launch(1, folder, "reward-1", lambda: judge(folder, "reward-1"))
     os.environ["DPRLHF_BOOK"] = str(folder / "book.db")
     Book.create(os.environ["DPRLHF_BOOK"], "all", epsilon=9.0, delta=1e-2, unit=None)
     for name in ("counted-2", "refused-2"):
-        launch(2, folder, name, lambda n=name: fit(folder, n))
+        launch(2, folder, name, lambda n=name: judge(folder, n))
     del os.environ["DPRLHF_BOOK"]
     launch(2, folder, "shuffled-2", lambda: train_in_another_order(folder, "shuffled-2"))
     # What `accelerate launch` sets for FSDP; the second is its default.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.papers.control import bandits, tables
 from dprlhf.papers.control.environments import Dosing, Environment, Riverswim, make_environment
@@ -29,13 +26,12 @@ from dprlhf.papers.control.policies import (
     TrajectoryPolicy,
     softmax,
 )
-from dprlhf.papers.control.results import rows_of, slopes, write
-from dprlhf.papers.control.run_rows import MeasuredRow, run_table
+from dprlhf.papers.control.results import write
+from dprlhf.papers.control.run_rows import run_table
 from dprlhf.papers.control.settings import Advantage, load, make
-from dprlhf.papers.control.tables import TableRow
 from dprlhf.papers.control.train import plan_of, train
 from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
-from dprlhf.papers.control.ucbvi import Counting, PrivateCounts, ucbvi
+from dprlhf.papers.control.ucbvi import Counting, PrivateCounts
 from dprlhf.papers.control.updates import ControlRound, advantages, discounted
 from dprlhf.privacy.accounting import gaussian_epsilon
 
@@ -104,13 +100,6 @@ def test_dosing_follows_its_equations(dose: float) -> None:
     if dose == 0:  # no insulin, high glucose
         assert (state[:, 0] > 105).all()
         assert (reward == -1).all()
-
-
-def test_dosing_1_has_meals_of_each_patients_own() -> None:
-    uniforms = np.random.default_rng(0).random((2, 26))
-    same, own = Dosing().reset(uniforms), Dosing(varying=True).reset(uniforms)
-    assert np.array_equal(same[0, 9:], same[1, 9:])
-    assert not np.array_equal(own[0, 9:], own[1, 9:])
 
 
 # ------------------------------------------------------------------------------------- policies
@@ -347,9 +336,7 @@ def contributions(chunks: list[Trajectories], baseline: str) -> np.ndarray[Any, 
 
 
 @pytest.mark.parametrize(("baseline", "alone"), [("public", True), ("batch", False)])
-def test_a_contribution_depends_on_one_user_alone_unless_it_is_labelled(
-    baseline: str, alone: bool
-) -> None:
+def test_a_contribution_depends_on_one_user_alone_unless_it_is_labelled(baseline, alone):
     def of(seeds: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
         chunks = simulate(CARTPOLE, LogLinearSoftmax(4, 2), np.zeros(8), seeds)
         return contributions(chunks, baseline)[0]
@@ -406,22 +393,7 @@ def test_one_user_is_in_at_most_depth_partial_sums() -> None:
     assert Counting(math.inf).scale(20, episodes) == 0
 
 
-@pytest.mark.slow
-def test_ucb_vi_without_noise_finds_the_right_bank_and_with_it_pays() -> None:
-    env = Riverswim(0.9)
-    exact = ucbvi(env, 400, Counting(math.inf), bonus=0.01, seed=0, runs=2)
-    noisy = ucbvi(env, 400, Counting(1.0), bonus=0.01, seed=0, runs=2, every=5)
-    assert (exact[:, -100:].mean(1) < 0.2 * env.best).all()
-    assert noisy.sum() > 1.5 * exact.sum()
-
-
 # ------------------------------------------------------------------------------------- bad input
-
-
-def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(DprlhfError, match=r'pip install "dprlhf\[papers\]"'):
-        make_environment("hopper-trunk")
 
 
 @pytest.mark.parametrize(
@@ -440,11 +412,6 @@ def test_a_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPat
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DprlhfError, match=message):
         train(small(**changes), key=KEY, seed=0)
-
-
-def test_an_unknown_table_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "control", "--table", "nope"])
-    assert isinstance(result.exception, DprlhfError)
 
 
 # ----------------------------------------------------------------------------- tables in miniature
@@ -466,19 +433,15 @@ def test_every_recipe_runs(path: Path) -> None:
 
 @pytest.mark.slow
 def test_cartpole_learns_at_epsilon_three() -> None:
-    tiny = {"evaluation_episodes": 32}
-    # A random policy falls after some twenty steps. Five keys gave pg 302 to 500, npg 186 to 494.
-    for update, least in (("pg", 250), ("npg", 100)):
-        recipe = load(RECIPES / f"cartpole_{update}.yaml", tiny)
-        outcome = train(recipe, key=KEY, seed=0)
-        assert outcome.plan.guarantee.epsilon <= 3.0
-        assert outcome.returns.mean() > least
+    """A random policy falls after some twenty steps; five keys gave 186 to 494."""
+    recipe = load(RECIPES / "cartpole_npg.yaml", {"evaluation_episodes": 32})
+    outcome = train(recipe, key=KEY, seed=0)
+    assert outcome.plan.guarantee.epsilon <= 3.0
+    assert outcome.returns.mean() > 100
 
 
 @pytest.mark.slow
-def test_the_tables_run_in_miniature_and_write_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_run_in_miniature_and_write_everything(tmp_path, monkeypatch):
     tiny = {"users": 8, "rounds": 2, "evaluation_episodes": 2}
     monkeypatch.setattr(tables, "RIVERSWIM_EPISODES", 30)
     cache, found = tmp_path / "cache", {}
@@ -500,14 +463,6 @@ def test_the_tables_run_in_miniature_and_write_everything(
     assert "| cartpole/pg/log-linear/epsilon=1 (log-linear policy) | 8 | 1 |" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["pg", "npg/sufficient-statistics"])
-def test_bandits_come_nearer_to_their_optimum_with_more_users(update: str) -> None:
-    few = np.mean([bandits.run(update, 3, 200, 1.0, seed) for seed in range(4)])
-    many = np.mean([bandits.run(update, 3, 10_000, 1.0, seed) for seed in range(4)])
-    assert many < 0.7 * few
-
-
 def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None:
     bandit = bandits.Bandit.make(3, 4, 0)
     assert bandit.suboptimality(1e3 * bandit.truth) == pytest.approx(0, abs=1e-3)
@@ -516,26 +471,3 @@ def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None
     pair = scores[:, 0] - scores[:, 1]
     fitted = np.linalg.lstsq(pair, rewards[:, 0] - rewards[:, 1])[0]
     assert np.allclose(fitted, bandit.truth, atol=0.02)
-
-
-def test_a_row_that_falls_short_says_so() -> None:
-    row = TableRow("task", "train", {}, goal=10.0)
-    runs: list[dict[str, Any]] = [{"value": 9.0, "epsilon": 1.0}, {"value": 10.0, "epsilon": 1.0}]
-    result = rows_of([MeasuredRow(row, runs)], "a command")[0]
-    assert result.holds is False
-    assert result.value == 9.5
-
-
-def test_a_slope_needs_three_numbers_of_users_that_were_not_refused() -> None:
-    def row(users: int, value: float) -> MeasuredRow:
-        given = {"update": "npg/issp", "epsilon": 1.0, "users": users, "d": 4}
-        made = TableRow(f"bandit/{users}", "bandit", given, group="bandit")
-        return MeasuredRow(made, [{"value": value}])
-
-    few = [row(100, math.nan), row(400, 0.2), row(1600, 0.1)]
-    ((*_, slope, last, users),) = slopes(few)
-    assert math.isnan(slope)
-    assert (last, users) == (0.1, 1600)
-    ((*_, slope, last, users),) = slopes([*few, row(6400, 0.05)])
-    assert slope == pytest.approx(-0.5)
-    assert (last, users) == (0.05, 6400)

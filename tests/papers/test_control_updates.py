@@ -94,9 +94,7 @@ def sums(name: str, form: Any, users: Any, clip_norm: float) -> list[torch.Tenso
 @pytest.mark.parametrize("clip_norm", [TIGHT, slow(WIDE)])
 @pytest.mark.parametrize("policy", FORMS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_neighbouring_users_move_each_sum_by_one_bounded_contribution(
-    name: str, policy: str, clip_norm: float
-) -> None:
+def test_neighbouring_users_move_each_sum_by_one_bounded_contribution(name, policy, clip_norm):
     """Without one user a sum loses that user's own contribution, at most S, and nothing else."""
     form = FORMS[policy]
     everybody, largest = sums(name, form, USERS, clip_norm), 0.0

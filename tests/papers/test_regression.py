@@ -33,7 +33,6 @@ from dprlhf.papers.regression import (
 from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
 from dprlhf.papers.regression.in_memory import InMemoryRelease
 from dprlhf.privacy.gaussian import gaussian_epsilon
-from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
 from dprlhf.updates.privls.oracle import Contribution, project
 
 Array = NDArray[np.float64]
@@ -429,45 +428,6 @@ def test_neighbours_keep_the_pure_epsilon(rows: list[Any], new: Any, epsilon: fl
         assert log_ratio(law(here, c), law(there, c)) <= epsilon * (1 + 1e-12)
 
 
-def test_the_printed_exponent_spends_up_to_four_epsilon() -> None:
-    """HZ Algorithm 4 has R_max in the exponent, where Lemma 2 needs the bound 2 R_max on |Â|."""
-    r_max, epsilon = 1.0, 0.5
-    # φ = 1, so a prediction is w itself; advantages of ±2 R_max can come from rewards of ±R_max.
-    candidates = np.array([*[-2.0] * 1_000_000, 2.0]) * r_max
-
-    def losses(advantage: float) -> Array:
-        return np.asarray((candidates - advantage) ** 2)
-
-    here, there = losses(2 * r_max), losses(-2 * r_max)
-    printed = epsilon / (8 * r_max**2)
-    right = epsilon / (8 * (2 * r_max) ** 2)
-    assert log_ratio(law(here, printed), law(there, printed)) == pytest.approx(
-        4 * epsilon, rel=1e-4
-    )
-    assert log_ratio(law(here, right), law(there, right)) == pytest.approx(epsilon, rel=1e-4)
-    # What runs has the right one.
-    oracle = Exponential(candidates[:, None], 2 * r_max)
-    ones = torch.ones(1, 1, dtype=torch.float64)
-    units = [
-        total_units(oracle.losses(ones, torch.tensor([a], dtype=torch.float64)), 16.0).numpy()
-        for a in (2 * r_max, -2 * r_max)
-    ]
-    np.testing.assert_allclose(units[0] / UNITS * 16, here)
-    spent = log_ratio(*(law(u, epsilon / 2 / UNITS) for u in units))
-    assert spent == pytest.approx(epsilon, rel=1e-4)
-
-
-def test_unclipped_predictions_spend_more() -> None:
-    """Lemma 2 assumes |h(u)| ≤ R; Algorithm 4 takes w · φ as it is."""
-    epsilon, bound = 0.5, 2.0
-    candidates, neighbours = np.array([-6.0, 0.0, 6.0]), (bound, -bound)
-    c = epsilon / (8 * bound**2)
-    raw = [law((candidates - a) ** 2, c) for a in neighbours]
-    assert log_ratio(*raw) > 1.4 * epsilon
-    clipped = [law((candidates.clip(-bound, bound) - a) ** 2, c) for a in neighbours]
-    assert log_ratio(*clipped) <= epsilon
-
-
 def test_the_zero_out_exponent_does_not_serve_replacement() -> None:
     oracle = Exponential(torch.tensor([*[[-1.0]] * 1_000_000, [1.0]]), 1.0)
     ones = torch.ones(1, 1, dtype=torch.float64)
@@ -720,28 +680,6 @@ def test_the_release_keeps_its_delta(move: float) -> None:
     assert worst(0.9 * noise) > delta
 
 
-def test_the_release_splits_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the mean moves, (ε_m, δ_m), then the covariance, (ε_c, δ_c): δ_m + e^ε_m δ_c ≤ δ."""
-    asked: dict[str, Any] = {}
-    covariance, gaussian = issp.covariance_epsilon, issp.gaussian_noise_multiplier
-
-    def moved(trace: float, log_delta: float) -> float:
-        asked.update(trace=trace, log_delta=log_delta, epsilon_c=covariance(trace, log_delta))
-        return float(asked["epsilon_c"])
-
-    def mean(epsilon: float, delta: float) -> float:
-        asked.update(epsilon_m=epsilon, delta_m=delta)
-        return gaussian(epsilon, delta)
-
-    monkeypatch.setattr(issp, "covariance_epsilon", moved)
-    monkeypatch.setattr(issp, "gaussian_noise_multiplier", mean)
-    assert issp.release_noise(0.001, 2.0, 1e-6) == gaussian(asked["epsilon_m"], asked["delta_m"])
-    assert asked["trace"] == 0.002
-    assert asked["epsilon_m"] + asked["epsilon_c"] <= 2.0 * (1 + 1e-12)
-    total = asked["delta_m"] + math.exp(asked["epsilon_m"] + asked["log_delta"])
-    assert 0.98e-6 < total <= 1e-6 * (1 + 1e-12)
-
-
 @pytest.mark.parametrize("trace", [0.002, 0.2])
 def test_the_change_of_covariance_keeps_its_tail(trace: float) -> None:
     delta = 1e-7
@@ -783,20 +721,6 @@ def test_no_data_breaks_issp() -> None:
 
 # ---------------------------------------------------------------------------------------------
 # The choices that papers leave open, and refusals.
-
-
-def test_balanced_steps() -> None:
-    common: dict[str, float] = {"feature_bound": 1, "target_bound": 2, "radius": 1}
-    steps = [
-        projected_steps(users=m, noise_multiplier=2, dimension=25, most=10_000, **common)  # type: ignore[arg-type]
-        for m in (10, 4000, 8000)
-    ]
-    assert steps == [1, 100, 200]
-    early = improper_steps(users=100, noise_multiplier=0, **common)  # type: ignore[arg-type]
-    assert early == 5  # (WB/R) √m
-    private = improper_steps(users=8000, noise_multiplier=100, **common)  # type: ignore[arg-type]
-    assert private == int((8000**2 / (8 * 4 * 100**2)) ** (1 / 3))
-    assert projected_steps(users=9, noise_multiplier=0, dimension=4, **common) == 100  # type: ignore[arg-type]
 
 
 def test_projection() -> None:

@@ -118,9 +118,7 @@ def disturb(policy: CausalLMPolicy) -> None:
     [*((name, torch.float32) for name in GPT2), ("lora", torch.bfloat16), ("dora", torch.bfloat16)],
     ids=str,
 )
-def test_starts_as_the_base_model_and_comes_back_from_disk(
-    type_: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_starts_as_the_base_model_and_comes_back_from_disk(type_, dtype, tmp_path):
     kind: tiny.Kind = "gpt2"
     policy = make(kind, type_, dtype=dtype)
     assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
@@ -197,9 +195,7 @@ def test_what_is_frozen_and_what_is_trained_follow_from_the_seed_alone(type_: st
     ],
     ids=str,
 )
-def test_an_adapter_that_cannot_be_trained_is_refused(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_an_adapter_that_cannot_be_trained_is_refused(settings, message):
     with pytest.raises(DprlhfError, match=message) as caught:
         make_policy(tiny.model("gpt2"), tiny.tokenizer(), Adapter(**settings))
     assert "\n" not in str(caught.value)
@@ -226,9 +222,7 @@ def test_a_config_of_peft_becomes_a_recipe_that_trains_the_same(config: Any) -> 
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_an_adapter_that_takes_from_the_base_weights_has_the_same_base_policy(
-    start: str, tmp_path: Path
-) -> None:
+def test_an_adapter_that_takes_from_the_base_weights_has_the_same_base_policy(start, tmp_path):
     adapter = Adapter(**of_peft("LORA", target_modules=["q_proj"], init_lora_weights=start))
     policy = make_policy(tiny.model("llama"), tiny.tokenizer(), adapter)
     tokens = torch.arange(1, 17)[None]

@@ -16,9 +16,7 @@ def parts_of(size: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])  # 7 rows: parts that do and do not divide them
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_value_and_gradient_are_those_of_log_softmax(
-    size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_and_gradient_are_those_of_log_softmax(size, temperature, monkeypatch):
     monkeypatch.setattr(chosen_logprobs, "row_parts", parts_of(size))
     random = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=random, dtype=torch.float64)

@@ -121,9 +121,7 @@ SHORT: dict[str, Any] = {
     ("stated", "tools", "width"),
     [({}, 0, 48), ({"max_prompt_tokens": 60}, 0, 60), ({"max_prompt_tokens": 60}, 60, 60)],
 )
-def test_a_short_context_shortens_the_default_prompt(
-    stated: dict[str, int], tools: int, width: int
-) -> None:
+def test_a_short_context_shortens_the_default_prompt(stated, tools, width):
     policy = families.policy("gpt2")
     settings = make_recipe(
         {

@@ -24,9 +24,7 @@ PROMPT, RESPONSE = 5, 4
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens_at_once", [1, 3, 4, 100])  # 7 rows
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_value_and_gradient_are_those_of_the_logits(
-    bias: bool, tokens_at_once: int, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_and_gradient_are_those_of_the_logits(bias, tokens_at_once, temperature, monkeypatch):
     monkeypatch.setattr(module, "_LOGITS", tokens_at_once * WORDS)
     random = torch.Generator().manual_seed(0)
     head = nn.Linear(HIDDEN, WORDS, bias=bias).double().requires_grad_(False)

@@ -116,9 +116,7 @@ def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch
         *(slow(name, [2]) for name in ("gpt2", "olmo2")),
     ],
 )
-def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(
-    model_type: str, layers: list[int] | None
-) -> None:
+def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(model_type, layers):
     policy = policy_of(model_type, layers)
     rows = sampled(policy)
     assert rows.kept is not None
@@ -299,9 +297,7 @@ ADAPTERS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_every_adapter_has_the_gradients_of_a_second_pass(
-    model_type: str, adapter: dict[str, Any]
-) -> None:
+def test_every_adapter_has_the_gradients_of_a_second_pass(model_type, adapter):
     targets = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[model_type]
     spec = {"rank": 1, "target_modules": targets, "layers": [1, 2], **adapter}
     if "peft_type" in adapter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.mixing import mixing_layers
-from dprlhf.policies.quantization import quantization_config, quantization_of
 from helpers import tiny
 
 pytest.importorskip("bitsandbytes")
@@ -90,19 +88,3 @@ def test_outlier_columns_couple_the_rows_and_are_refused(threshold: float) -> No
         coupled = not torch.equal(layer(x)[:3], layer(other)[:3])
     assert coupled == (threshold > 0)
     assert any(mixing_layers(layer)) == (threshold > 0)
-
-
-def test_other_ways_of_quantising_are_refused() -> None:
-    layer: Any = torch.nn.Linear(1, 1)
-    layer.config = SimpleNamespace(quantization_config={"quant_method": "fbgemm_fp8"})
-    assert any(mixing_layers(layer))
-    layer.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
-    assert not any(mixing_layers(layer))
-
-
-@pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp4", "fp4-double", "int8"])
-def test_a_config_is_read_as_it_is_written(name: str) -> None:
-    read = quantization_of(quantization_config(name, torch.bfloat16))
-    assert read["quantization"] == name
-    assert read.get("dtype", "bfloat16") == "bfloat16"
-    assert quantization_of(None) == {}

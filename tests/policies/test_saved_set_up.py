@@ -51,9 +51,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("adapter", [FULL, slow(ADAPTER)])
-def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(
-    adapter: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(adapter, tmp_path):
     tokenizer, place = as_set_up(), tmp_path / "before"
     tokenizer.save_pretrained(place)
     if adapter == FULL:

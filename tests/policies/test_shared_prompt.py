@@ -177,9 +177,7 @@ def logits_of_steps(
         *(slow(name, "eager") for name in ("gemma", "gpt2", "llama")),
     ],
 )
-def test_every_supported_model_decodes_the_same(
-    model_type: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_supported_model_decodes_the_same(model_type, attention, monkeypatch):
     policy = policy_of(model_type)
     policy.model.set_attn_implementation(attention)
     policy.model.float()  # eager attention makes its softmax in float32: a float64 mask overflows
@@ -203,9 +201,7 @@ def test_a_shared_cache_is_exact_in_float64(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_other_users_and_responses_move_no_bit_of_what_is_decoded(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_users_and_responses_move_no_bit_of_what_is_decoded(model_type, monkeypatch):
     policy = policy_of(model_type)
     generator = torch.Generator().manual_seed(2)
     draws = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)

@@ -134,9 +134,7 @@ def test_a_rows_kept_tokens_do_not_depend_on_the_other_rows(sampling: Sampling) 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("sampling", EACH, ids=flat)
-def test_value_and_gradient_are_those_of_autograd(
-    sampling: Sampling, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_and_gradient_are_those_of_autograd(sampling, size, monkeypatch):
     def parts(logits: torch.Tensor, on_gpu: int) -> Any:
         return (slice(s, min(s + size, len(logits))) for s in range(0, len(logits), size))
 
@@ -199,9 +197,7 @@ def test_each_users_gradient_is_that_of_autograd(sampling: Sampling, kind: Any) 
 
 @pytest.mark.parametrize("sampling", EACH[-1:], ids=flat)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_users_gradient_has_the_same_bits_without_the_others(
-    sampling: Sampling, kind: Any
-) -> None:
+def test_a_users_gradient_has_the_same_bits_without_the_others(sampling, kind):
     policy = with_sampling(sampling, kind, dtype=torch.float32)
     assert policy.shared_rows(2, 16, 6) > 1  # behind one copy of their prompt, as in a run
     found: list[dict[int, torch.Tensor]] = []

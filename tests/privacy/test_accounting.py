@@ -212,9 +212,7 @@ def test_two_rounds_against_quadrature(z: float, side: Side) -> None:
         (1.0, 500, 0.1, "add", -0.12),
     ],
 )
-def test_curves_against_sampling(
-    z: float, rounds: int, eps: float, side: Side, tilt: float
-) -> None:
+def test_curves_against_sampling(z, rounds, eps, side, tilt):
     mean, error = sampled(z, rounds, eps, side, tilt, 150_000)
     assert error < 0.03 * mean
     assert abs(random_allocation.bracket(z, rounds, eps, side).upper - mean) < 4 * error
@@ -236,9 +234,7 @@ def test_bounds_are_within_one_percent(log_t: float, log_z: float, log_delta: fl
 @pytest.mark.slow
 @given(st.integers(1, 300), st.floats(0.3, 5), st.floats(1.001, 2), st.floats(-9, -3))
 @settings(max_examples=25, deadline=None)
-def test_epsilon_falls_with_noise_rounds_and_delta(
-    rounds: int, z: float, factor: float, log_delta: float
-) -> None:
+def test_epsilon_falls_with_noise_rounds_and_delta(rounds, z, factor, log_delta):
     delta = 10**log_delta
     base = epsilon(Mechanism(z, rounds), delta)
     assert epsilon(Mechanism(z * factor, rounds), delta).epsilon_lower <= base.epsilon
@@ -251,9 +247,7 @@ def test_epsilon_falls_with_noise_rounds_and_delta(
 
 
 @pytest.mark.parametrize(("z", "eps"), [(1.0, 1.0), (5.0, 0.3)])
-def test_negative_control_rounding_down_falls_below_the_truth(
-    z: float, eps: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_rounding_down_falls_below_the_truth(z, eps, monkeypatch):
     original: Callable[..., random_allocation._Lattice] = random_allocation._lattice
 
     def floor(sigma: float, step: float, top: int) -> random_allocation._Lattice:

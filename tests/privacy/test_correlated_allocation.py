@@ -72,9 +72,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("rounds", "bands", "noise", "at"),
     [(2, 2, 0.8, 3.0), (2, 2, 2.0, 0.5), (3, 2, 1.0, 2.0), (3, 3, 0.9, 0.0)],
 )
-def test_both_sides_are_bounded_closely_from_above(
-    rounds: int, bands: int, noise: float, at: float
-) -> None:
+def test_both_sides_are_bounded_closely_from_above(rounds, bands, noise, at):
     c = noise_matrix(rounds, bands)
     worst = max(by_integration(c, noise, at, side) for side in SIDES)
     for rough, slack in ((False, 1.1), (True, 1.25)):
@@ -174,9 +172,7 @@ def test_the_confidence_bound_is_maurer_and_pontil_s() -> None:
 @pytest.mark.parametrize(
     ("rounds", "bands", "noise", "at"), [(16, 16, 2.37, 1.0), (5, 2, 0.6, 4.0)]
 )
-def test_no_value_exceeds_its_bound(
-    side: Side, rounds: int, bands: int, noise: float, at: float
-) -> None:
+def test_no_value_exceeds_its_bound(side, rounds, bands, noise, at):
     sample = correlated._samples(noise, rounds, bands, [(at, side)], "search", 2**15)[0]
     ratio, weight = np.exp(sample.log_ratio), np.exp(sample.log_weight)
     for e in (0.9 * at, at, 1.3 * at):

@@ -92,9 +92,7 @@ def test_gain_is_the_norm_of_a_row_of_the_inverse(bands: int) -> None:
 
 
 @pytest.mark.parametrize("bands", [2, 3, 8])
-def test_what_is_released_is_a_gaussian_mechanism_on_the_factored_sums(
-    bands: int, tmp_path: Path
-) -> None:
+def test_what_is_released_is_a_gaussian_mechanism_on_the_factored_sums(bands, tmp_path):
     """C times the released noise must be independent noise of exactly zS in every round."""
     p = plan(bands=bands)
     noise = released_noise(p, tmp_path)
@@ -152,9 +150,7 @@ def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("bands", [2, 3, 8, 20])
-def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(
-    bands: int, resumed: bool, ledgers: Any
-) -> None:
+def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(bands, resumed, ledgers):
     p, count = plan(bands=bands), 50
     root = (square_root(ROUNDS, bands) * UNITS).astype(int)
     grid = grid_of(p.noise_multiplier, p.clip_norm, count)

@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from dprlhf.privacy import file_times
 from dprlhf.privacy.file_times import first_day, stamp, stamp_run
 from dprlhf.privacy.ledger import Ledger
@@ -44,9 +42,7 @@ def written(folder: RunFolder) -> dict[str, float]:
     return times(folder.path)
 
 
-def test_two_runs_of_the_same_content_have_the_same_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_of_the_same_content_have_the_same_times(tmp_path, monkeypatch):
     one = written(RunFolder(tmp_path / "one"))
     time.sleep(0.01)
     other = written(RunFolder(tmp_path / "other"))
@@ -104,9 +100,7 @@ def test_what_belongs_to_no_run_keeps_its_time(tmp_path: Path) -> None:
     assert (tmp_path / "data.json").stat().st_mtime == before > time.time() - 60
 
 
-def test_the_first_day_is_kept_when_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_day_is_kept_when_a_run_goes_on(tmp_path, monkeypatch):
     began = calendar.timegm((2026, 1, 31, 23, 59, 0))
     monkeypatch.setattr(file_times, "_STARTED", began)
     root = tmp_path / "run"

@@ -57,9 +57,7 @@ def gate(tmp_path: Path) -> Callable[..., Gate]:
 
 
 @pytest.mark.parametrize("bands", [1, 3])
-def test_the_noise_does_not_depend_on_the_device(
-    gate: Callable[..., Gate], bands: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_noise_does_not_depend_on_the_device(gate, bands, monkeypatch):
     """It is drawn and added on the CPU, whatever device tensors are made on by default."""
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", lambda: "0" * 32)
     p = plan(partition="fixed", bands=bands) if bands > 1 else plan()
@@ -77,9 +75,7 @@ def test_the_noise_does_not_depend_on_the_device(
 # -------------------------------------------------------------------------------- the order
 
 
-def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(
-    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(gate, monkeypatch):
     g = gate()
     real = module.rounded_gaussian
     seen: list[list[int]] = []
@@ -96,9 +92,7 @@ def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(
 
 
 @pytest.mark.parametrize("problem", ["spent", "full disk", "outside", "other norm", "other plan"])
-def test_nothing_is_drawn_when_the_charge_fails(
-    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
+def test_nothing_is_drawn_when_the_charge_fails(gate, monkeypatch, problem):
     g = gate()
     g.release(1, zeros(g.plan))
     before = g.ledger.path.read_bytes()
@@ -197,9 +191,7 @@ def difference_after_restoring(
 
 
 @pytest.mark.parametrize("changes", [{}, {"partition": "fixed", "bands": 3}], ids=str)
-def test_a_restored_run_folder_draws_fresh_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_a_restored_run_folder_draws_fresh_noise(tmp_path, monkeypatch, changes):
     """Else subtracting the two releases of a round would show how the sums differ, exactly."""
     p, n = plan(**changes), 20_000
     one, other = torch.zeros(2, n, dtype=torch.float64)
@@ -233,9 +225,7 @@ def has_std(x: np.ndarray[Any, Any], std: float) -> bool:
     ],
     ids=str,
 )
-def test_noise_has_std_zs_over_m(
-    gate: Callable[..., Gate], changes: dict[str, Any], expected_batch_size: float
-) -> None:
+def test_noise_has_std_zs_over_m(gate, changes, expected_batch_size):
     g = gate(plan(**changes))
     n = 400_000
     x = value_of(g.release(1, zeros(g.plan, n))).numpy()
@@ -246,9 +236,7 @@ def test_noise_has_std_zs_over_m(
 
 
 @pytest.mark.parametrize("length", [1, 999, 1000, 1001, 2000, 2357])
-def test_every_piece_of_a_long_release_is_noised(
-    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
+def test_every_piece_of_a_long_release_is_noised(gate, monkeypatch, length):
     """Long releases get their noise in pieces: the last, incomplete one gets it, too."""
     monkeypatch.setattr(module, "_PIECE", 1000)
     g = gate(plan())
@@ -302,9 +290,7 @@ def test_what_is_released_lies_on_a_grid_that_no_user_decides(gate: Callable[...
             assert np.abs(points - np.rint(points)).max() < 1e-4
 
 
-def test_the_noise_covers_the_rounding_of_the_sum(
-    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_noise_covers_the_rounding_of_the_sum(gate, monkeypatch):
     """On a coarse grid of 2⁴ points to a standard deviation its share of the noise is seen."""
     monkeypatch.setattr(rounded_gaussian, "BITS", 4)
     grid_of.cache_clear()
@@ -330,9 +316,7 @@ def test_an_empty_batch_is_charged_and_noised_all_the_same(gate: Callable[..., G
 
 
 @pytest.mark.parametrize("clip_norm", [0.4, math.inf])
-def test_without_noise_the_release_is_exact_and_charged(
-    gate: Callable[..., Gate], clip_norm: float
-) -> None:
+def test_without_noise_the_release_is_exact_and_charged(gate, clip_norm):
     total = torch.tensor([1.0, -2.5, 1e300, 0.0, 1e-300], dtype=torch.float64)
     p = make_plan(users=70, rounds=4, delta=1e-5, epsilon=math.inf, clip_norm=clip_norm)
     g = gate(p)
@@ -346,9 +330,7 @@ def test_without_noise_the_release_is_exact_and_charged(
     assert again.ledger.charged == {1, 2}
 
 
-def test_pieces_of_a_long_vector_have_noise_of_their_own(
-    gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_long_vector_have_noise_of_their_own(gate, monkeypatch):
     n = 20_000
     monkeypatch.setattr(module, "_PIECE", n)
     x = value_of(gate().release(1, zeros(plan(), 3 * n))).numpy().reshape(3, n)

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,7 @@ def reopened(path: Path, terms: dict[str, Any] | None = None) -> Ledger:
 # ------------------------------------------------------------------------------------ nonces
 
 
-def test_every_charge_has_a_nonce_of_the_operating_system(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_charge_has_a_nonce_of_the_operating_system(path, monkeypatch):
     monkeypatch.setattr(module, "new_nonce", new_nonce)
     written(path)
     nonces = [e.body["nonce"] for e in read_ledger(path) if e.kind == "charge"]
@@ -175,9 +173,7 @@ def fail_fsync(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fail", [fail_half_way, fail_fsync])
-def test_a_full_disk_leaves_the_ledger_as_it_was(
-    path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None]
-) -> None:
+def test_a_full_disk_leaves_the_ledger_as_it_was(path, monkeypatch, fail):
     before = written(path, 2)
     ledger = reopened(path)
     with monkeypatch.context() as patch:
@@ -191,9 +187,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(
     assert again.charged == {1, 2, 3}
 
 
-def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(path, monkeypatch):
     with monkeypatch.context() as patch:
         fail_fsync(None, patch)  # type: ignore[arg-type]
         with pytest.raises(DprlhfError, match="could not be written"):
@@ -219,9 +213,7 @@ def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(
         (3, {"clip_norm": 1.0000001}, "clip_norm 1.0000001 is not the planned 1.0"),
     ],
 )
-def test_a_charge_that_epsilon_does_not_cover_is_refused(
-    path: Path, round_: int, changes: dict[str, float], message: str
-) -> None:
+def test_a_charge_that_epsilon_does_not_cover_is_refused(path, round_, changes, message):
     before = written(path, 2)
     ledger = reopened(path)
     with pytest.raises(DprlhfError, match=message):
@@ -425,9 +417,7 @@ def test_a_checkpoint_that_the_ledger_does_not_know_is_refused(path: Path) -> No
         reopened(path).confirm(3)
 
 
-def test_the_lock_is_held_until_a_failed_entry_is_cut_off(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_held_until_a_failed_entry_is_cut_off(path, monkeypatch):
     written(path, 1)
     ledger = reopened(path)
     fail_half_way(ledger, monkeypatch)

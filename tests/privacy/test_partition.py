@@ -151,9 +151,7 @@ def test_the_mean_batch_is_the_divisor() -> None:
 
 @pytest.mark.parametrize("partition", ["fixed", "stream"])
 @pytest.mark.parametrize(("users", "rounds"), [(12, 3), (13, 3), (14, 3), (5, 5), (9, 1)])
-def test_cut_rounds_have_exactly_m_users_and_are_disjoint(
-    partition: str, users: int, rounds: int
-) -> None:
+def test_cut_rounds_have_exactly_m_users_and_are_disjoint(partition, users, rounds):
     p = plan(users, rounds, partition)
     allocation = draw(p)
     batches = [allocation.round(t) for t in range(1, rounds + 1)]

@@ -101,9 +101,7 @@ def test_fixed_costs_are_the_tables_of_one_gaussian() -> None:
     delta=st.sampled_from([1e-7, 1e-5, 1e-3]),
     terms=st.sampled_from([t for t in ALL if "participations" not in t][:8]),
 )
-def test_the_cost_never_exceeds_what_was_asked_for(
-    target: float, delta: float, terms: dict[str, Any]
-) -> None:
+def test_the_cost_never_exceeds_what_was_asked_for(target, delta, terms):
     p = ask(epsilon=target, delta=delta, **terms)
     assert 0 < p.guarantee.epsilon <= target
     assert p.guarantee.epsilon > target * 0.99  # and no noise is wasted
@@ -121,9 +119,7 @@ def test_the_cost_of_several_passes_never_exceeds_what_was_asked_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("terms", ALL, ids=str)
 @pytest.mark.parametrize("off", [{"epsilon": math.inf}, {"noise_multiplier": 0}], ids=str)
-def test_a_baseline_changes_nothing_but_the_noise(
-    terms: dict[str, Any], off: dict[str, Any]
-) -> None:
+def test_a_baseline_changes_nothing_but_the_noise(terms, off):
     p, private = ask(**off, **terms), ask(**terms)
     assert (p.noise_multiplier, p.noise_std, p.private) == (0.0, 0.0, False)
     assert p.guarantee.epsilon == p.guarantee.epsilon_lower == math.inf

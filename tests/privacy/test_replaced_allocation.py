@@ -157,9 +157,7 @@ def test_a_fixed_batch_beside_next_to_nothing_costs_what_it_costs_alone() -> Non
 
 
 @pytest.mark.slow
-def test_without_a_pair_for_replacements_two_steps_are_stated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_pair_for_replacements_two_steps_are_stated(monkeypatch):
     """A partition of one's own may lack it: the cost of a removal alone would be too little."""
     runs = [Mechanism(3.0, 16, adjacency="replace-one")] * 2
     removal = total_epsilon([Mechanism(3.0, 16)] * 2, 1e-5).epsilon

@@ -34,9 +34,7 @@ def gaussian(mu: float, prior: float) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("prior", [0.5, 0.1, 0.8, 0.999])
 @pytest.mark.parametrize("people", [1, 2, 4])
 @pytest.mark.parametrize(("z", "releases"), [(0.4, 1), (1.0, 1), (3.0, 4), (40.0, 1)])
-def test_disjoint_batches_are_a_gaussian(
-    z: float, releases: int, people: int, prior: float
-) -> None:
+def test_disjoint_batches_are_a_gaussian(z, releases, people, prior):
     for adjacency, moves in (("zero-out", 1), ("replace-one", 2)):
         plan = Mechanism(z, 8, "fixed", adjacency, releases_per_round=releases)  # type: ignore[arg-type]
         found = risk([plan], DELTA, prior=prior, people=people)
@@ -146,9 +144,7 @@ def test_more_is_released_more_is_risked(more: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_plan_for_a_guess_has_the_least_noise_that_keeps_to_it(
-    guess: float, changes: dict[str, Any]
-) -> None:
+def test_a_plan_for_a_guess_has_the_least_noise_that_keeps_to_it(guess, changes):
     plan = plan_within(guess, users=100, rounds=8, delta=DELTA, **changes)
     assert risk([plan.mechanism], DELTA).best_guess <= guess
     less = plan.mechanism.with_noise(

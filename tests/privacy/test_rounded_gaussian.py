@@ -68,9 +68,7 @@ def test_every_draw_is_a_normal_quantile_rounded(std: Fraction, with_offset: boo
 
 @pytest.mark.parametrize("with_offset", [False, True])
 @pytest.mark.parametrize("std", [Fraction(33, 10), FULL], ids=float)
-def test_float64_and_multiple_precision_agree(
-    std: Fraction, with_offset: bool, request: pytest.FixtureRequest
-) -> None:
+def test_float64_and_multiple_precision_agree(std, with_offset, request):
     offset = offsets(700) if with_offset else None
     fast = rounded_gaussian(KEY, "both", std=std, count=700, offset=offset)
     request.getfixturevalue("only_slow")

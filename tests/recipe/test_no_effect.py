@@ -27,9 +27,7 @@ def recipe_of(**changes: Any) -> Recipe:
         ({}, []),
     ],
 )
-def test_a_changed_setting_that_changes_nothing_is_told(
-    changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_changed_setting_that_changes_nothing_is_told(changes, expected):
     found = without_effect(recipe_of(**changes))
     assert len(found) == len(expected)
     for sentence, start in zip(found, expected, strict=True):

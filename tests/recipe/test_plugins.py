@@ -142,9 +142,7 @@ def test_releases_of_the_settings_are_what_is_charged(plugin: UpdatePlugin, tmp_
     ("function", "message"),
     [(greedy, "charged before.*releases planned for a round: 1"), (ungated, "TypeError")],
 )
-def test_it_cannot_leave_out_the_gate(
-    function: Any, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_cannot_leave_out_the_gate(function, message, monkeypatch, tmp_path):
     install(monkeypatch, ("halved", UpdatePlugin(Halved, function)))
     run = tmp_path / "run"
     with pytest.raises(DprlhfError, match=message):

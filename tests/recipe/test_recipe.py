@@ -239,9 +239,7 @@ PEOPLE = {"path": "people", "name": "all", "split": "train"}
         {"path": "saved", "split": "test"},
     ],
 )
-def test_evaluation_on_the_private_rows_is_refused(
-    public: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_on_the_private_rows_is_refused(public, tmp_path, monkeypatch):
     """Whatever else the two sections say, and however they spell it."""
     monkeypatch.chdir(tmp_path)
     Path("people.csv").write_text("prompt\na\n")

@@ -46,9 +46,7 @@ def test_without_settings_nothing_is_changed_or_cut() -> None:
         ({"name": "rebel"}, "write update.steps: 1 or give update.oracle"),
     ],
 )
-def test_updates_that_move_within_a_round_refuse_truncation(
-    update: dict[str, Any], instead: str
-) -> None:
+def test_updates_that_move_within_a_round_refuse_truncation(update, instead):
     with pytest.raises(DprlhfError, match=instead):
         made({"top_p": 0.9}, update)
     made({"repetition_penalty": 1.2}, update)

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import demo
 from dprlhf import load_recipe, train
 from dprlhf.assets.catalogue import ASSETS
-from dprlhf.assets.voices import FIRST_PERSON
 from helpers import tiny
 
 REWARD = """
@@ -82,22 +81,3 @@ def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> No
     assert "the first person for everybody      +1.800" in printed
     assert "the first person for nobody         -1.800" in printed
     assert "measured 2026-11-23: c" in printed
-
-
-def test_public_prompts_alone_are_no_users(overrides: list[str]) -> None:
-    recipe = load_recipe(demo.RECIPE, [*overrides, *demo.PUBLIC_ROWS])
-    assert recipe.privacy.baseline
-    assert recipe.data.split == "sentences"
-    assert recipe.update.subspace is None
-
-
-def test_the_judge_reads_other_words_than_the_reward() -> None:
-    texts = ["I think so. It is of tin. I think not! My hat"] * 5 + ["It is of tin."] * 4
-    telling = demo.telling_words(texts)
-    assert telling["think"] > 0 > telling["tin"]
-    assert not telling.keys() & FIRST_PERSON
-    assert demo.log_odds("I, me and my: think", telling) == telling["think"]
-    known = demo.Wishes([1, -1], 3.0, telling)
-    pair = {"before": "tin", "after": "think"}
-    assert known.judged([pair, pair])[0] == 0  # one author wants it, and the other does not
-    assert known.judged([pair, {"before": "", "after": ""}])[0] > 0

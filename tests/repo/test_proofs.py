@@ -34,8 +34,3 @@ def test_what_a_note_covers_exists(note: Path) -> None:
     assert covered(note), f"{note.name} names no function under '## Covers'"
     for name in covered(note):
         assert find(name) is not None, name
-
-
-def test_a_function_that_is_gone_is_reported() -> None:
-    with pytest.raises((AttributeError, LookupError)):
-        find("dprlhf.privacy.gate.Gate.nothing_of_this_name")

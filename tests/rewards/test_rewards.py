@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import doctest
 import functools
-import gc
 import io
 import logging
 import math
@@ -14,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import peft
@@ -28,7 +27,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    BertModel,
     GPT2Config,
     GPT2ForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -361,9 +359,7 @@ def positioned(kind: str, positions: int) -> Any:
         ("GPT2", 100, 100), ("XLNet", 0, 200),
     ],
 )  # fmt: skip
-def test_the_longest_text_that_a_model_has_positions_for_has_a_score(
-    kind: str, positions: int, limit: int
-) -> None:
+def test_the_longest_text_that_a_model_has_positions_for_has_a_score(kind, positions, limit):
     """A family stores positions for padding too, and no family has some for a wider padding."""
     reward = ClassifierReward(
         positioned(kind, positions), tokenizer=byte_tokenizer(), max_tokens=200, batch_size=2,
@@ -440,9 +436,7 @@ def test_a_score_is_that_of_the_text_alone(kind: str, positions: int) -> None:
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(tmp_path, monkeypatch):
     folder, _, _ = bert(tmp_path, ["reward"])
     monkeypatch.setattr(
         "dprlhf.rewards.classifier.mixing_layers", lambda model: [("'moe'", "mixes")]
@@ -526,12 +520,6 @@ def test_a_reward_cannot_change_the_messages_of_the_caller(changed: str) -> None
     assert prompts == completions == tests == said()
 
 
-def test_scores_do_not_print_themselves() -> None:
-    result = score(length, ["abcd"])
-    assert "4" not in repr(result).split(" at ")[0]
-    assert "array" not in repr(result)
-
-
 # --- leaks --------------------------------------------------------------------------------------
 
 LOGGER = logging.getLogger("tests.chatty")
@@ -562,9 +550,7 @@ class Records(logging.Handler):
 
 
 @pytest.mark.parametrize("as_async", [False, True])
-def test_what_a_reward_says_reaches_the_secret_sink_only(
-    as_async: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_reward_says_reaches_the_secret_sink_only(as_async, capfd, monkeypatch):
     # Buffered, whatever PYTHONUNBUFFERED says: a late flush must not reach the terminal either.
     original_stdout = open(1, "w", closefd=False)  # noqa: SIM115
     monkeypatch.setattr(sys, "__stdout__", original_stdout)
@@ -616,9 +602,7 @@ class Notebook(io.StringIO):
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 @pytest.mark.parametrize("kind", [io.StringIO, Notebook])
-def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(
-    kind: type[io.StringIO], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(kind, name, monkeypatch):
     notebook, sink = kind(), io.StringIO()
     monkeypatch.setattr(sys, name, notebook)
     kept = getattr(sys, name)  # as loguru and tqdm keep it when they are imported
@@ -642,30 +626,9 @@ def test_a_stream_without_descriptor_that_a_library_kept_shows_nothing(
     assert notebook.write is own
 
 
-@pytest.mark.slow
-def test_forgotten_tasks_do_not_log_their_exception(caplog: pytest.LogCaptureFixture) -> None:
-    tasks: list[asyncio.Task[None]] = []
-
-    async def forgetful(completions: list[str]) -> list[float]:
-        async def fail() -> None:
-            raise ValueError(CANARY)
-
-        tasks.append(asyncio.create_task(fail()))
-        await asyncio.sleep(0.01)
-        return length(completions)
-
-    assert score(forgetful, ["a"]).valid.all()
-    assert tasks[0].done()
-    tasks.clear()  # asyncio reports the exception when the task goes, here after the scoring
-    gc.collect()
-    assert CANARY not in caplog.text
-
-
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("as_async", [False, True])
-def test_interrupts_pass_without_their_text(
-    problem: type[BaseException], as_async: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupts_pass_without_their_text(problem, as_async, capfd):
     def leaving(completions: list[str]) -> list[float]:
         raise problem(CANARY)
 
@@ -693,33 +656,10 @@ def test_interrupts_pass_without_their_text(
     assert score(fine, ["a"]).values.tolist() == [7.0]
 
 
-def test_text_that_is_no_valid_unicode_does_not_break_a_strict_sink(tmp_path: Path) -> None:
-    def surrogates(completions: list[str]) -> list[float]:
-        print("lone \ud800 surrogate")
-        return [1.0]
-
-    path = tmp_path / "sink.txt"
-    with path.open("w", encoding="utf-8") as sink:
-        assert score(surrogates, ["a"], sink=sink).valid.all()
-    assert "lone \\ud800 surrogate" in path.read_text()
-
-
 # --- contract -----------------------------------------------------------------------------------
 
 PROMPTS = ["one", "one", "two", "three"]
 COMPLETIONS = ["a", "bcd", "efghijk", "some more"]
-
-
-def test_report_of_a_good_reward() -> None:
-    def partly(completions: list[str]) -> list[float | None]:
-        return [None if c == "a" else float(len(c)) for c in completions]
-
-    report = check_reward(LoadedReward(partly, "partly", -1.0), PROMPTS, COMPLETIONS, bound=8.0)
-    assert (report.name, report.per_user, report.rows, report.users) == ("partly", False, 4, 3)
-    assert (report.minimum, report.maximum) == (3.0, 9.0)
-    assert report.mean == pytest.approx(19 / 3, rel=1e-15)
-    assert (report.missing, report.clipped) == (0.25, 0.25)
-    assert 0 < report.rows_per_second < math.inf
 
 
 class RunningMean:
@@ -806,25 +746,6 @@ def test_declared_per_user_a_batch_normalising_reward_passes() -> None:
         check_reward(LoadedReward(RunningMean(0.5), "s", per_user=True), PROMPTS, COMPLETIONS)
 
 
-class Alternating:
-    """Keeps state that a plain repetition of a whole pass over three users does not show."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        self.calls += 1
-        return [float(self.calls % 3)] * len(completions)
-
-
-def test_a_state_with_the_period_of_the_batch_is_found_by_the_users_alone() -> None:
-    with pytest.raises(DprlhfError, match="check 'order'") as caught:
-        check_reward(
-            LoadedReward(Alternating(), "alternating", per_user=True), PROMPTS, COMPLETIONS
-        )
-    assert "from call to call" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("reward", "text"),
     [
@@ -843,13 +764,6 @@ def test_contract_says_what_is_wrong(reward: Any, text: str) -> None:
         check_reward(reward, PROMPTS, COMPLETIONS)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_contract_needs_something_to_compare() -> None:
-    with pytest.raises(DprlhfError, match="on 1 completions"):
-        check_reward(length, ["p"], ["a"])
-    with pytest.raises(DprlhfError, match="on 1 users"):
-        check_reward(LoadedReward(length, "length", per_user=True), ["p", "p"], ["a", "b"])
 
 
 # --- TRL's own rewards --------------------------------------------------------------------------
@@ -928,35 +842,6 @@ def test_a_file_that_several_rewards_name_runs_once(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(one)) is one
     path.write_text("def three(completions): return [3.0] * len(completions)\n")
     assert load_reward(f"{path}:three").function(completions=["a"]) == [3.0]
-
-
-@pytest.mark.parametrize("problem", ["SystemExit(3)", "KeyboardInterrupt()"])
-def test_a_file_that_exits_is_no_exit_of_the_program(
-    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "leaving.py").write_text(f"raise {problem}")
-    monkeypatch.syspath_prepend(tmp_path)
-    expected = DprlhfError if "Exit" in problem else KeyboardInterrupt
-    for source in (f"{tmp_path}/leaving.py:f", "leaving:f"):
-        for _ in range(2):
-            with pytest.raises(expected, match="SystemExit: 3" if "Exit" in problem else None):
-                load_reward(source)
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (recipe.Reward(function="os.path"), "not of the form"),
-        (recipe.Reward(function="no_such_module:f"), "ModuleNotFoundError"),
-        (recipe.Reward(function="os.path:basname"), "did you mean 'basename'?"),
-        (recipe.Reward(function="os:sep"), "is a str, not a callable"),
-    ],
-)
-def test_loading_says_what_is_wrong(spec: recipe.Reward, text: str) -> None:
-    with pytest.raises(DprlhfError) as caught:
-        load_reward(spec)
-    assert text in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # --- classifier ---------------------------------------------------------------------------------
@@ -1040,13 +925,6 @@ def test_classifier_with_two_labels_is_the_difference_of_logits(tmp_path: Path) 
     joined = both(prompts=[conversation("x")], completions=[conversation("well")])
     negative, positive = manual_logits(model, "x\nwell")
     assert joined == [pytest.approx(float(positive - negative), abs=1e-5)]
-
-
-def test_classifier_with_one_output_is_the_raw_logit(tmp_path: Path) -> None:
-    folder, model, _ = bert(tmp_path, ["reward"])
-    [answer] = ClassifierReward(str(folder))(prompts=["so "], completions=["good"])
-    assert answer == pytest.approx(float(manual_logits(model, "so good")[0]), abs=1e-5)
-    assert ClassifierReward(str(folder))(prompts=[], completions=[]) == []
 
 
 def test_truncation_keeps_the_end_of_the_completion(tmp_path: Path) -> None:
@@ -1135,26 +1013,6 @@ def test_a_classifier_reads_with_the_tokenizer_that_is_given(tmp_path: Path) -> 
         assert given(**capitals) == pytest.approx(beside(**small))
 
 
-def test_classifier_says_what_is_wrong(tmp_path: Path) -> None:
-    folder, model, tokenizer = bert(tmp_path / "good", ["NEGATIVE", "POSITIVE"])
-    encoder = tmp_path / "encoder"
-    BertModel(model.config).save_pretrained(encoder)
-    tokenizer.save_pretrained(encoder)
-    for place, label, text in (
-        (folder, None, "has 2 labels (NEGATIVE, POSITIVE)"),
-        (folder, "POSITVE", "did you mean 'POSITIVE'?"),
-        (encoder, "POSITIVE", "no trained weights for classifier.bias"),
-        (tmp_path / "nowhere", "POSITIVE", "there is no such folder"),
-    ):
-        with pytest.raises(DprlhfError) as caught:
-            load_reward(recipe.Reward(classifier=str(place), label=label))
-        assert text in str(caught.value)
-        assert "\n" not in str(caught.value)
-    for word in ("prompt + completion", "prompt", ""):
-        with pytest.raises(DprlhfError, match=r"text '.*'.*: prompt\+completion, completion$"):
-            ClassifierReward(str(folder), label="POSITIVE", text=cast(Any, word))
-
-
 def test_a_token_without_an_embedding_costs_its_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not reach the model: on a GPU that would end the run of everybody."""
     model, tokenizer = positioned("Bert", 100), byte_tokenizer()
@@ -1188,9 +1046,7 @@ def assembled(
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 
 
-def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(
-    tmp_path: Path,
-) -> None:
+def test_a_reward_that_rounds_with_its_batch_is_called_for_one_user_at_a_time(tmp_path):
     """The last digit of one user's score would be another's to change."""
 
     def rounding(prompts: list[str], completions: list[str]) -> list[float]:
@@ -1268,14 +1124,6 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
 # --- documentation ------------------------------------------------------------------------------
 
 
-def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = Path(__file__).parents[2] / "docs" / "rewards.md"
-    monkeypatch.chdir(tmp_path)
-    failed, tried = doctest.testfile(str(guide), module_relative=False)
-    assert failed == 0
-    assert tried > 5
-
-
 def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
     def length(completions: list[str]) -> list[float]:
         return [float(len(c)) for c in completions]
@@ -1295,6 +1143,14 @@ def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
     assert (found.mean, found.std) == pytest.approx((scored.mean(), scored.std()))
     assert (found.responses, found.clipped) == (4, 0.25)
     assert found.warnings == []
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "rewards.md"
+    monkeypatch.chdir(tmp_path)
+    failed, tried = doctest.testfile(str(guide), module_relative=False)
+    assert failed == 0
+    assert tried > 5
 
 
 @pytest.mark.parametrize("whole", [True, False])

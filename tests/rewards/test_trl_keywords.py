@@ -174,9 +174,7 @@ def test_rows_that_are_scored_apart_are_logged_in_their_places() -> None:
         ("log_extra", 3, r"needs a list"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_on_public_prompts_alone(
-    name: str, value: Any, text: str
-) -> None:
+def test_what_cannot_be_logged_is_refused_on_public_prompts_alone(name, value, text):
     def reward(completions: list[str], **columns: Any) -> list[float]:
         columns[name]("x", value)
         return length(completions)
@@ -268,27 +266,3 @@ def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> 
 
 
 # --- state --------------------------------------------------------------------------------------
-
-
-class RunningMean:
-    def __init__(self) -> None:
-        self.mean = 0.0
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        raw = [float(len(c)) for c in completions]
-        self.mean = 0.9 * self.mean + 0.1 * sum(raw) / len(raw)
-        return [value - self.mean for value in raw]
-
-
-class Cached:
-    def __init__(self) -> None:
-        self.known: dict[str, float] = {}
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return [self.known.setdefault(c, float(len(c))) for c in completions]
-
-
-def test_state_that_carries_over_is_refused_and_a_cache_is_not(tmp_path: Path) -> None:
-    with pytest.raises(DprlhfError, match=r"'RunningMean' fails the check 'repeat'.*running mean"):
-        run(tmp_path, RunningMean())
-    assert check_reward(Cached(), PROMPTS, TEXTS).checked_rows == 64

@@ -12,8 +12,6 @@ from dprlhf.rollout import decoding
 from dprlhf.rollout.reserved_cache import ReservedLayer, reserve
 from helpers import tiny
 
-TINY = Adapter(type="lora", rank=1)
-
 
 def filled(places: int) -> DynamicCache:
     random = torch.Generator().manual_seed(places)

@@ -48,9 +48,7 @@ def static_of(policy: CausalLMPolicy, responses: int, cuda: Any = None) -> Stati
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("responses", [1, 2, 8])  # 2 go behind one copy of their prompt, and 4 of 8
 @pytest.mark.parametrize("graphs", [False, True])
-def test_it_computes_what_ordinary_decoding_computes(
-    kind: tiny.Kind, responses: int, graphs: bool
-) -> None:
+def test_it_computes_what_ordinary_decoding_computes(kind, responses, graphs):
     policy = policy_of(kind)
     static = static_of(policy, responses, Cuda() if graphs else None)
     for seed in range(3):  # the second micro-batch finds what the first has left
@@ -150,9 +148,7 @@ def test_rows_do_not_move_each_other() -> None:
     ],
 )
 @pytest.mark.parametrize("graphs", [False, slow(True)])
-def test_sampling_gives_the_same_responses(
-    changes: dict[str, Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_gives_the_same_responses(changes, graphs, monkeypatch):
     settings = {"responses": 4, "batch_size": 8, **changes}
     expected = draw(policy_of("llama"), five(), **settings)
     made = functools.partial(StaticSteps, cuda=Cuda() if graphs else None)

@@ -66,9 +66,7 @@ def frequent(policy: CausalLMPolicy, width: int) -> str:
 
 
 @pytest.mark.parametrize("widths", [slow((1,)), slow((2,)), (1, 2)])
-def test_a_response_ends_at_its_first_stop_string_and_is_the_same_until_there(
-    widths: tuple[int, ...],
-) -> None:
+def test_a_response_ends_at_its_first_stop_string_and_is_the_same_until_there(widths):
     plain = stopped_at()
     strings = [frequent(plain, width) for width in widths]
     policy, cut = stopped_at(*strings), 0

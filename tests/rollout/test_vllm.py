@@ -135,9 +135,7 @@ def test_vllms_answers_come_back_to_their_rows(fake: vllm_stub.Faults) -> None:
 @pytest.mark.parametrize(
     "fault", ["couples_requests", "couples_logprobs", "couples_with_an_adapter", None]
 )
-def test_vllm_must_not_let_requests_move_each_other(
-    fake: vllm_stub.Faults, fault: str | None
-) -> None:
+def test_vllm_must_not_let_requests_move_each_other(fake, fault):
     """Neither tokens nor log-probabilities, and not with an adapter that has moved alone."""
     policy = bfloat16_policy()
     before = policy.state()
@@ -165,9 +163,7 @@ def test_the_check_has_the_lengths_of_the_run(fake: vllm_stub.Faults) -> None:
     assert max(s.max_tokens or 0 for call in calls for s in call.settings) == 12
 
 
-def test_rows_that_the_engine_cannot_hold_are_refused_at_the_start(
-    fake: vllm_stub.Faults,
-) -> None:
+def test_rows_that_the_engine_cannot_hold_are_refused_at_the_start(fake):
     fake.longest = 41
     with pytest.raises(DprlhfError, match=r"do not fit into the 41.*max_prompt_tokens"):
         resolve(bfloat16_policy())
@@ -204,9 +200,7 @@ REFUSALS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_vllm_is_refused_where_it_cannot_keep_users_apart(
-    fake: vllm_stub.Faults, monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
+def test_vllm_is_refused_where_it_cannot_keep_users_apart(fake, monkeypatch, message):
     REFUSALS[message](monkeypatch)
     with pytest.raises(DprlhfError, match=message):
         resolve_batch_size(
@@ -254,9 +248,7 @@ def test_the_stand_in_is_of_the_pinned_version() -> None:
     assert str(Requirement(pinned).specifier) == f"=={vllm_stub.VERSION}"
 
 
-def test_an_argument_that_the_pinned_version_does_not_know_is_refused(
-    fake: vllm_stub.Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_that_the_pinned_version_does_not_know_is_refused(fake, monkeypatch):
     """Negative control: a call that another version understands fails here."""
     policy = bfloat16_policy()
     asked = backend.engine(policy).arguments

@@ -137,9 +137,7 @@ def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_refused_late_leaves_no_folder(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_refused_late_leaves_no_folder(model, monkeypatch):
     """Another run can take what is left while this one loads its model."""
     book = make(epsilon=0.6)
     from dprlhf.training import build
@@ -163,9 +161,7 @@ def test_a_run_that_is_refused_late_leaves_no_folder(
     assert reserved(book) == ["other"]
 
 
-def test_a_crashed_run_keeps_its_reservation_and_resuming_pays_nothing(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crashed_run_keeps_its_reservation_and_resuming_pays_nothing(model, monkeypatch):
     book = make(epsilon=0.6)
 
     def crash(*_: Any) -> None:
@@ -193,9 +189,7 @@ def test_a_crashed_run_keeps_its_reservation_and_resuming_pays_nothing(
         train(model, "two")
 
 
-def test_a_book_that_cannot_be_used_stops_the_run_before_its_folder(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_book_that_cannot_be_used_stops_the_run_before_its_folder(model, monkeypatch):
     with pytest.raises(DprlhfError, match="no such file") as caught:
         train(model, "one")
     assert "\n" not in str(caught.value)
@@ -228,9 +222,7 @@ def test_a_run_goes_on_with_its_own_book_only(model: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(model, monkeypatch):
     book = make(epsilon=8.0)
     train(model, "one")
     backup = Path("book.db").read_bytes()
@@ -253,9 +245,7 @@ def test_a_book_from_a_backup_is_noticed_by_the_runs_at_hand(
 
 
 @pytest.mark.parametrize("when", ["resumed", "finished"])
-def test_of_two_copies_of_a_run_the_book_lets_one_go_on(
-    model: str, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_of_two_copies_of_a_run_the_book_lets_one_go_on(model, monkeypatch, when):
     """Where the other was resumed it may still run, or have been killed; else it has ended."""
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
     book = make()
@@ -417,9 +407,7 @@ def test_tuning_runs_of_an_earlier_run_are_reserved(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("error", "left"), [(BrokenOffError, True), (DprlhfError, False)])
-def test_a_book_that_broke_off_leaves_the_folder_with_the_key(
-    error: type[DprlhfError], left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_book_that_broke_off_leaves_the_folder_with_the_key(error, left, tmp_path, monkeypatch):
     """The reservation may have been written: without the key nobody could find it again."""
 
     def reserve(*_: Any, **__: Any) -> None:

@@ -123,9 +123,7 @@ def test_an_unknown_sampling_has_no_epsilon(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "batch", "passes"), [(100, 30, 10), (199, 100, 100)])
-def test_passes_that_drop_their_last_batch_count_in_full(
-    tmp_path: Path, rows: int, batch: int, passes: int
-) -> None:
+def test_passes_that_drop_their_last_batch_count_in_full(tmp_path, rows, batch, passes):
     steps = passes * (rows // batch)
     one = tmp_path / "one"
     one.mkdir()

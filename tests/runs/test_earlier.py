@@ -43,9 +43,7 @@ def record(terms: dict[str, Any]) -> Record:
     return Record("a", "a", "rl", None, 1e-5, cost_terms(terms), [])
 
 
-def test_the_total_counts_an_earlier_run_with_its_correlation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_total_counts_an_earlier_run_with_its_correlation(monkeypatch):
     monkeypatch.setattr(correlated_allocation, "_DRAWS", 2**15)
     correlated_allocation.epsilon.cache_clear()
     allocated = plan(bands=4)
@@ -93,9 +91,7 @@ def test_runs_with_two_units_have_no_one_statement(tmp_path: Path) -> None:
         total_of_runs(runs)
 
 
-def test_two_continuations_of_one_run_are_not_one_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_continuations_of_one_run_are_not_one_run(tmp_path, monkeypatch):
     """Both have the key and the terms of one run, but some rounds released twice."""
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
     one = go_on(tmp_path / "one", 1)
@@ -179,9 +175,7 @@ def test_an_altered_mechanism_is_refused_in_one_line(tmp_path: Path, change: Any
 OWN = Record("k", "a", "rl", None, 1e-5, cost_terms(vars(Mechanism(2.0, 4, "fixed"))), [])
 
 
-def test_a_run_that_is_also_called_shared_is_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_also_called_shared_is_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(earlier, "records_of", lambda run: [OWN])
     both = [("run", "disjoint"), ("model", "shared")]
     previous = [{"run": str(tmp_path / place), "users": users} for place, users in both]

@@ -216,9 +216,7 @@ def test_an_audit_that_holds(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"bound": 4.01}, {"holds": False}, {"refuted_by": ["noise"]}])
-def test_an_audit_that_refuted_is_not_undone_by_later_ones(
-    run: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_an_audit_that_refuted_is_not_undone_by_later_ones(run, tmp_path, changes):
     """Whatever the card says of itself: a bound above the stated ε refutes it."""
     edit_json(run / "privacy.json", audits=[AUDIT | changes])
     note_audit(RunFolder(run), AUDIT | {"right": 101})

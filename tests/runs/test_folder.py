@@ -67,13 +67,6 @@ def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
     assert ignored.read_text() == "*\n"
 
 
-def test_a_run_opens_with_the_key_it_was_made_with(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    key = folder.create()
-    write_atomically(folder.recipe, "rounds: 1\n")
-    assert folder.open() == key
-
-
 def test_a_copy_that_lost_its_mode_is_closed_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -117,9 +110,7 @@ def dies(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("step", ["open", "fdopen", "fsync", "replace"])
-def test_a_failed_write_leaves_the_old_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
     path = tmp_path / "file"
     write_atomically(path, "old")
     with monkeypatch.context() as patch:
@@ -137,9 +128,7 @@ def test_a_failed_write_leaves_the_old_content(
     assert path.read_text() == "newer"
 
 
-def test_an_atomic_write_is_durable_when_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_atomic_write_is_durable_when_it_returns(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomically(path, "old")
     steps: list[Any] = []
@@ -164,9 +153,7 @@ def test_an_atomic_write_is_durable_when_it_returns(
 
 
 @pytest.mark.parametrize("block", [8, 2**16])
-def test_lines_survive_a_torn_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
+def test_lines_survive_a_torn_one(tmp_path, monkeypatch, block):
     monkeypatch.setattr("dprlhf.runs.folder._BLOCK", block)  # of which a line may have several
     path = tmp_path / "metrics.jsonl"
     JsonLines(path).write({"round": 1})
@@ -177,9 +164,7 @@ def test_lines_survive_a_torn_one(
     assert JsonLines(path).read() == [{"round": 1}, {"round": 2}]
 
 
-def test_the_operators_lines_are_added_in_secret_and_never_raise(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_operators_lines_are_added_in_secret_and_never_raise(folder, monkeypatch):
     folder.tell_operator("row 2: cut")
     folder.tell_operator("a text\nof a user \udc80", "end")
     assert folder.operator.read_text() == "row 2: cut\na text of a user \\udc80\nend\n"
@@ -271,9 +256,7 @@ def assert_is_after(folder: RunFolder, rounds: int, optimizer: str = "adam") -> 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_checkpoint_gives_back_policy_optimizer_and_round(
-    folder: RunFolder, optimizer: str
-) -> None:
+def test_a_checkpoint_gives_back_policy_optimizer_and_round(folder, optimizer):
     training = Training(folder, optimizer)
     assert Training(folder, optimizer).load() == 0
     for t in (1, 2, 3):
@@ -299,9 +282,7 @@ def test_a_checkpoint_holds_no_secret(folder: RunFolder) -> None:
     assert state["frozen"].keys() == {"base.weight", "base.bias"}
 
 
-def test_a_run_goes_on_with_the_very_weights_and_generates_in_another_format(
-    folder: RunFolder,
-) -> None:
+def test_a_run_goes_on_with_the_very_weights_and_generates_in_another_format(folder):
     """A light fine-tuning on the users would enter, of which the privacy card knows nothing."""
     training = Training(folder)
     training.step(1)
@@ -410,9 +391,7 @@ def test_after_a_crash_at_any_step_a_whole_checkpoint_loads(
     assert not list(folder.path.glob("checkpoint.*"))
 
 
-def test_two_crashes_in_a_row_lose_nothing(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_crashes_in_a_row_lose_nothing(folder, monkeypatch):
     training = Training(folder)
     training.step(1)
     training.save(1)
@@ -444,9 +423,7 @@ def test_a_damaged_checkpoint_is_named(folder: RunFolder, file: str, damage: str
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_a_replaced_folder_are_synced_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_replaced_folder_are_synced_before_the_rename(tmp_path, monkeypatch):
     steps: list[str] = []
     real_fsync, real_replace = os.fsync, os.replace
 
@@ -505,14 +482,6 @@ def test_a_resumed_run_has_the_same_users_key_and_ledger(folder: RunFolder) -> N
         open_ledger(folder, ["a", "c", "b"])
     with pytest.raises(DprlhfError, match=r"\(key_commitment changed\)"):
         open_ledger(folder, ["a", "b", "c"], key=bytes(32))
-
-
-def test_rows_with_the_same_prompt_may_not_change_places(folder: RunFolder) -> None:
-    rows = [{"prompt": "a", "answer": n} for n in range(3)]
-    open_ledger(folder, rows).close()
-    open_ledger(folder, rows).close()
-    with pytest.raises(DprlhfError, match="the users are not the ones"):
-        open_ledger(folder, rows[::-1])
 
 
 @pytest.mark.parametrize("lost", ["ledger.jsonl", "secret/data-digest"])

@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +174,7 @@ def only_card(folder: Path) -> None:
 
 @pytest.mark.parametrize("left", [only_file, only_config, only_weights, only_card])
 @pytest.mark.parametrize("reward", [False, True], ids=["policy", "reward"])
-def test_a_copied_model_is_refused_unless_its_run_is_named(
-    place: Path, tmp_path: Path, left: Callable[[Path], None], reward: bool
-) -> None:
+def test_a_copied_model_is_refused_unless_its_run_is_named(place, tmp_path, left, reward):
     model = shutil.copytree(place / "merged", tmp_path / "another name")
     (model / "privacy.json").unlink()
     left(model)
@@ -212,9 +209,7 @@ def test_an_adapter_without_a_record_is_no_base(place: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["merged", "run/policy"])
-def test_a_pushed_model_is_known_once_it_is_on_this_machine(
-    place: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_pushed_model_is_known_once_it_is_on_this_machine(place, monkeypatch, name):
     here = {"config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors"}
 
     def download(repo: str, file: str, *, revision: Any, local_files_only: bool) -> str:
@@ -235,9 +230,7 @@ def test_a_pushed_model_is_known_once_it_is_on_this_machine(
 
 @pytest.mark.parametrize("reward", [False, True])
 @pytest.mark.parametrize("name", ["merged", "run/policy"])
-def test_a_pinned_revision_is_looked_up_as_itself(
-    place: Path, monkeypatch: pytest.MonkeyPatch, name: str, reward: bool
-) -> None:
+def test_a_pinned_revision_is_looked_up_as_itself(place, monkeypatch, name, reward):
     def download(repo: str, file: str, *, revision: Any, local_files_only: bool) -> str:
         found = place / (name if revision == "c0ffee" else "model") / file
         if not found.is_file():
@@ -288,9 +281,7 @@ def live(folder: Path, model: Any, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LIVE)
-def test_a_model_in_memory_carries_the_record_as_soon_as_it_is_trained(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_model_in_memory_carries_the_record_as_soon_as_it_is_trained(tmp_path, kind):
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "model"))
     first = tmp_path / "first"
     trained = dprlhf.train(**live(first, model, **LIVE[kind])).policy.model
@@ -311,9 +302,7 @@ def test_a_model_in_memory_carries_the_record_as_soon_as_it_is_trained(
 
 
 @pytest.mark.parametrize("kind", LIVE)
-def test_a_run_is_not_continued_on_a_model_that_holds_its_updates(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_run_is_not_continued_on_a_model_that_holds_its_updates(tmp_path, kind):
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "model"))
 
     def stop(metrics: dict[str, Any]) -> None:
@@ -365,9 +354,7 @@ def test_a_model_that_was_given_in_python_is_merged_with_its_record(tmp_path: Pa
 
 
 @pytest.mark.parametrize("named", ["run", "merged", "run/policy", "run/checkpoint", "far/merged"])
-def test_disjoint_users_are_compared_whichever_way_the_run_is_named(
-    place: Path, tmp_path: Path, named: str
-) -> None:
+def test_disjoint_users_are_compared_whichever_way_the_run_is_named(place, tmp_path, named):
     """The hashes are in the run's folder, and a model tells which run that was."""
     if named == "far/merged":  # the run is beside the new one, and the model elsewhere
         shutil.copytree(place / "merged", tmp_path / named)
@@ -407,9 +394,7 @@ def test_the_total_of_models_is_the_total_of_their_runs(place: Path) -> None:
         lambda c: {"runs": [{"run": {}}]},
     ],
 )
-def test_an_altered_record_is_refused(
-    place: Path, tmp_path: Path, change: Callable[[Any], Any]
-) -> None:
+def test_an_altered_record_is_refused(place, tmp_path, change):
     model = shutil.copytree(place / "merged", tmp_path / "model")
     (model / FILE).write_text(json.dumps(change(json.loads((model / FILE).read_text()))))
     with pytest.raises(DprlhfError, match=r"its privacy record \(dprlhf_privacy\) was altered"):
@@ -423,9 +408,7 @@ def test_a_model_of_somebody_else_carries_none(place: Path) -> None:
         records_of(place / "model")
 
 
-def test_an_error_of_ours_in_the_search_is_not_taken_for_a_model_without_a_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_ours_in_the_search_is_not_taken_for_a_model_without_a_record(monkeypatch):
     def download(*_: Any, **__: Any) -> str:
         raise TypeError("revision must be a string")
 

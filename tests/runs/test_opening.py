@@ -75,9 +75,7 @@ def test_rows_are_recognised_by_their_text(public: Any, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(("user", "place"), [(0, 30), (7, 8), (8, 7), (29, 0)])
-def test_no_row_is_left_out_of_the_comparison(
-    user: int, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_row_is_left_out_of_the_comparison(user, place, monkeypatch):
     """Rows are read in batches: one is a user's in the first, at an edge, or in the last."""
     monkeypatch.setattr("dprlhf.data.users.ROWS_AT_ONCE", 8)
     public = [*OTHERS[:place], PROMPTS[user], *OTHERS[place:]]

@@ -55,9 +55,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
 
 
 class TestPush:
-    def test_policy_and_card_travel_and_nothing_else(
-        self, finished: Path, hub: type[FakeHub]
-    ) -> None:
+    def test_policy_and_card_travel_and_nothing_else(self, finished, hub):
         assert push(finished, "me/mine", private=True) == "https://huggingface.co/me/mine"
         (_, created), (_, uploaded) = hub.calls
         assert created == {"repo_id": "me/mine", "private": True, "exist_ok": True}
@@ -87,24 +85,12 @@ class TestMerge:
         assert "\nWhole weights with the adapter merged (a LoRA adapter (rank 4))" in card.text
         assert "## Privacy" in card.text
 
-    def test_a_merge_that_leaves_something_out_is_refused(
-        self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_merge_that_leaves_something_out_is_refused(self, finished, tmp_path, monkeypatch):
         tuner = peft.tuners.tuners_utils.BaseTuner
         monkeypatch.setattr(tuner, "merge_and_unload", lambda self: self.unload())
         with pytest.raises(DprlhfError, match="computes something else"):
             merge(finished, tmp_path / "merged")
         assert not (tmp_path / "merged").exists()
-
-    def test_it_overwrites_nothing(self, finished: Path, tmp_path: Path) -> None:
-        with pytest.raises(DprlhfError, match="exists"):
-            merge(finished, tmp_path)
-        shutil.copytree(finished, tmp_path / "runs" / "run")
-        (tmp_path / "link").symlink_to(tmp_path / "runs")
-        for out in ("runs", "runs/run", "link"):  # its key and its ledger would be gone
-            with pytest.raises(DprlhfError, match="the run folder itself is in it"):
-                merge(tmp_path / "runs" / "run", tmp_path / out, replace=True)
-        assert (tmp_path / "runs" / "run" / "ledger.jsonl").is_file()
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -112,9 +98,7 @@ class TestMerge:
         [("lora", "gpt2"), ("ffa-lora", "llama"), ("VERA", "llama"), ("LN_TUNING", "gpt2"),
          ("biases", "gpt2"), ("biases", "llama")],
     )  # fmt: skip
-    def test_every_adapter_is_merged_or_refused(
-        self, finished: Path, tmp_path: Path, adapter: str, kind: tiny.Kind
-    ) -> None:
+    def test_every_adapter_is_merged_or_refused(self, finished, tmp_path, adapter, kind):
         """Never a merged model that computes something else than the adapter."""
         run = tmp_path / "run"
         shutil.copytree(finished, run)

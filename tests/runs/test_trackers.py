@@ -92,9 +92,7 @@ EXPECTED = [({"round": t, "released_gradient_norm": t / 7}, t) for t in (1, 2, 3
 
 
 class TestWhatTheyGet:
-    def test_all_rounds_together_at_the_end(
-        self, fake: Callable[..., type[Fake]], folder: RunFolder
-    ) -> None:
+    def test_all_rounds_together_at_the_end(self, fake, folder):
         kind, seen = fake("mlflow"), []
         three_rounds(Tracking(report_to="mlflow"), folder, lambda: seen.append(len(kind.got)))
         assert seen == [0, 0, 0]  # not even a start: its time would be there
@@ -102,9 +100,7 @@ class TestWhatTheyGet:
         assert [entry[0] for entry in kind.got][-1] == "finish"
         assert ("config", {"privacy.epsilon": 4.0, "rewards.0.function": "f"}) in kind.got
 
-    def test_tensorboard_is_live_and_sees_no_clock(
-        self, fake: Callable[..., type[Fake]], folder: RunFolder
-    ) -> None:
+    def test_tensorboard_is_live_and_sees_no_clock(self, fake, folder):
         kind, seen = fake("tensorboard"), []
         kind.requires_logging_directory = True
         three_rounds(
@@ -114,9 +110,7 @@ class TestWhatTheyGet:
         assert [k for _, _, k in logged(kind)] == [{"walltime": float(t)} for t in (1, 2, 3)]
         assert kind.got[0] == ("init", "dprlhf", {"logging_dir": str(folder.path / "tracking")})
 
-    def test_tensorboard_sees_a_clock_that_stands_still(
-        self, fake: Callable[..., type[Fake]], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tensorboard_sees_a_clock_that_stands_still(self, fake, folder, monkeypatch):
         """It puts the time into names of files and folders, and into each file's first event."""
         kind, clocks = fake("tensorboard"), []
         monkeypatch.setattr(kind, "_take", lambda self, *_: clocks.append(time.time()))
@@ -124,9 +118,7 @@ class TestWhatTheyGet:
         assert set(clocks) == {0.0}
         assert time.time() > 0
 
-    def test_wandb_watches_neither_machine_nor_terminal(
-        self, fake: Callable[..., type[Fake]], folder: RunFolder
-    ) -> None:
+    def test_wandb_watches_neither_machine_nor_terminal(self, fake, folder):
         kind = fake("wandb")
         three_rounds(Tracking(report_to="wandb"), folder, lambda: None)
         _, project, settings = kind.got[0]
@@ -134,28 +126,10 @@ class TestWhatTheyGet:
         assert settings["settings"] == {"x_disable_stats": True, "console": "off"}
         assert settings["name"] == "run"
 
-    def test_an_interrupted_run_is_sent_too(
-        self, fake: Callable[..., type[Fake]], folder: RunFolder
-    ) -> None:
-        kind = fake("trackio")
-
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            three_rounds(Tracking(report_to="trackio"), folder, interrupt)
-        assert [(values, step) for values, step, _ in logged(kind)] == EXPECTED[:1]
-
 
 class TestFailure:
     @pytest.mark.parametrize("broken", ["init", "start", "config", "log", "finish"])
-    def test_a_tracker_that_is_down_is_named_once(
-        self,
-        fake: Callable[..., type[Fake]],
-        folder: RunFolder,
-        capsys: pytest.CaptureFixture[str],
-        broken: str,
-    ) -> None:
+    def test_a_tracker_that_is_down_is_named_once(self, fake, folder, capsys, broken):
         fake("wandb", broken)
         healthy = fake("trackio")
         three_rounds(Tracking(report_to=["wandb", "trackio"]), folder, lambda: None)
@@ -166,13 +140,7 @@ class TestFailure:
 
 
 class TestRun:
-    def test_metrics_and_settings_of_a_run(
-        self,
-        fake: Callable[..., type[Fake]],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_metrics_and_settings_of_a_run(self, fake, tmp_path, monkeypatch, capsys):
         """A run whose live tracker dies in round 1 ends well, and the other gets all of it."""
         monkeypatch.setattr("dprlhf.runs.trackers.check_installed", lambda names: None)
         kind = fake("wandb")

@@ -84,9 +84,7 @@ def files(run: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["who", None])
 @pytest.mark.parametrize("deleted", [True, False])
-def test_others_are_the_same_to_the_bit(
-    model: str, key: None, tmp_path: Path, unit: str | None, deleted: bool
-) -> None:
+def test_others_are_the_same_to_the_bit(model, key, tmp_path, unit, deleted):
     """A run whose users withdraw equals one in which they were blank from the beginning."""
     rows = rows_of(60)
     users = in_the_last_round(60 if unit else 120)
@@ -116,9 +114,7 @@ def test_others_are_the_same_to_the_bit(
 
 
 @pytest.mark.slow
-def test_several_withdraw_and_a_statement_says_what_is_left(
-    model: str, key: None, tmp_path: Path
-) -> None:
+def test_several_withdraw_and_a_statement_says_what_is_left(model, key, tmp_path):
     rows = rows_of(60)
     run = stopped(settings(model, tmp_path, rows, data__user_column="who"))
     words = ["erase", str(run), "--user", "person 3", "--user", " person 5"]
@@ -146,9 +142,7 @@ def test_several_withdraw_and_a_statement_says_what_is_left(
 
 
 @pytest.mark.slow
-def test_the_budget_book_keeps_those_who_withdrew(
-    model: str, key: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_book_keeps_those_who_withdrew(model, key, tmp_path, monkeypatch):
     book, rows = str(tmp_path / "book.db"), rows_of(60)
     monkeypatch.setenv("DPRLHF_BOOK", book)
     Book.create(book, "people", epsilon=20.0, delta=1e-4, unit="who")

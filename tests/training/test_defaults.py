@@ -36,9 +36,7 @@ def resolved(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "public"), [(True, 96), (False, 0)])
-def test_three_ways_to_start_make_one_run(
-    wide: bool, public: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_ways_to_start_make_one_run(wide, public, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dprlhf.training.defaults.WIDE", 1 if wide else 10**6)
     tiny.save(Path("model"))

@@ -77,9 +77,7 @@ def pair_loss(trained: CausalLMPolicy, pair: dict[str, str], spec: recipe.DPORec
 
 
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
-def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_pairs(
-    update: dict[str, Any],
-) -> None:
+def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_pairs(update):
     spec, trained = settings(update=update), wide_policy(0.3)
     of_user = {}
     for user in "abc":
@@ -113,9 +111,7 @@ def test_micro_batches_do_not_change_the_sum() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # a round silences it
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
-def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_nothing(
-    update: dict[str, Any],
-) -> None:
+def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_nothing(update):
     spec = settings(update=update)
     task, found = PreferredAnswers(spec), examples(PAIRS, spec.data)
     trained = wide_policy(0)

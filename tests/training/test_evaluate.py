@@ -222,9 +222,7 @@ def estimate(reward: float, kl_per_token: float, perplexity: float) -> PolicyEst
         (2.0, 1.0, None, []),
     ],
 )
-def test_what_released_and_public_values_show_is_warned_of(
-    norm: float, released: float | None, after: PolicyEstimate | None, said: list[str]
-) -> None:
+def test_what_released_and_public_values_show_is_warned_of(norm, released, after, said):
     line = {"released_gradient_norm": norm, "expected_noise_norm": 1.0}
     line |= {"private_reward_noised": released, "private_reward_noise_std": 0.05}
     before = estimate(0.0, 0.0, 8.0)

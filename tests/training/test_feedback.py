@@ -109,9 +109,7 @@ def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.Feedback
 
 @pytest.mark.parametrize("logged", [None, "logprob"])
 @each_loss
-def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_rows(
-    loss: str, logged: str | None
-) -> None:
+def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_rows(loss, logged):
     spec, trained = settings(loss, data={**DATA, "logprob_column": logged}), wide_policy(0.3)
     of_user = {}
     for user in "abc":
@@ -233,9 +231,7 @@ def test_a_cut_completion_has_no_logged_probability() -> None:
         ({}, {"update": {"sync_ref_model": True}}, "sync_ref_model is not offered"),
     ],
 )
-def test_wrong_public_rows_and_columns_are_one_line(
-    public: dict[str, Any], changes: dict[str, Any], message: str, model: str, tmp_path: Path
-) -> None:
+def test_wrong_public_rows_and_columns_are_one_line(public, changes, message, model, tmp_path):
     evaluation = {"data": {"path": "in-memory"}, "declared_public": True}
     changes = {"evaluation": evaluation, **changes}
     changes["data"] = {"path": "in-memory", "user_column": "user", **changes.get("data", {})}
@@ -258,9 +254,7 @@ def test_a_column_of_another_kind_is_refused(label: Any, model: str, tmp_path: P
         dprlhf.train_stage(spec, data=logs(0, 40, label=label), quiet=True)
 
 
-def test_numbers_as_labels_are_warned_of(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_as_labels_are_warned_of(model, tmp_path, capsys):
     for name, update in (("plain", {}), ("told", {"baseline": 0.5})):
         spec = stage_of_logs(model, tmp_path / name, update=update)
         rows = [r | {"label": int(r["label"])} for r in logs(0, 40)]
@@ -270,9 +264,7 @@ def test_numbers_as_labels_are_warned_of(
 
 @pytest.mark.slow
 @each_loss
-def test_it_learns_without_noise(
-    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_learns_without_noise(loss, tmp_path, monkeypatch):
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     model = str(runs.save_sharp(tmp_path / "model"))
     spec = stage_of_logs(

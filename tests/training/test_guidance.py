@@ -58,9 +58,7 @@ def subspace_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_unbroken_one(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_equals_an_unbroken_one(model, tmp_path, monkeypatch):
     values = settings(rounds=3, subspace={"refresh": 2})
     train(model, tmp_path / "whole", **values)
     release = Gate.release
@@ -102,9 +100,7 @@ def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_release_has_as_many_coordinates_as_there_are_directions(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_has_as_many_coordinates_as_there_are_directions(model, tmp_path, monkeypatch):
     lengths: list[int] = []
     release = Gate.release
 
@@ -133,9 +129,7 @@ def test_public_rows_need_not_know_the_sign_that_only_users_know() -> None:
     assert guidance.with_factors(prompts, made).columns == {"mood": [-1, 1], "wants": [1.0, 1.0]}
 
 
-def test_public_prompts_without_a_gradient_are_refused_before_a_charge(
-    model: str, tmp_path: Path
-) -> None:
+def test_public_prompts_without_a_gradient_are_refused_before_a_charge(model, tmp_path):
     def alike(prompts: list[str], completions: list[str]) -> list[float]:
         return [1.0 if prompt.startswith("public") else float(len(text)) for prompt, text in
                 zip(prompts, completions, strict=True)]  # fmt: skip
@@ -168,9 +162,7 @@ def test_no_row_of_a_user_guides_a_run(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_directions_can_leave_the_perplexity_as_it_is(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directions_can_leave_the_perplexity_as_it_is(model, tmp_path, monkeypatch):
     found: list[torch.Tensor] = []
 
     def kept(*args: Any, **named: Any) -> torch.Tensor:

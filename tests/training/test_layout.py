@@ -78,9 +78,7 @@ def check(policy: CausalLMPolicy, shapes: Shapes) -> str:
 
 @pytest.mark.parametrize("kernel", [None, kernels.by_place, kernels.by_shape])
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_kernel_may_round_by_place_and_by_shape(
-    update: str, kernel: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_may_round_by_place_and_by_shape(update, kernel, capsys):
     policy = policy_of()
     kernels.attach(policy, kernel)
     before = {name: p.detach().clone() for name, p in policy.parameters.items()}
@@ -99,9 +97,7 @@ def test_a_kernel_may_round_by_place_and_by_shape(
         (kernels.at_random(), r"sampling: the same rows give other bits each time"),
     ],
 )
-def test_a_kernel_that_looks_at_other_rows_or_at_chance_is_refused(
-    kernel: Any, message: str, kind: tiny.Kind
-) -> None:
+def test_a_kernel_that_looks_at_other_rows_or_at_chance_is_refused(kernel, message, kind):
     policy = policy_of(kind)
     kernels.attach(policy, kernel)
     with pytest.raises(DprlhfError, match=message):
@@ -126,9 +122,7 @@ def test_blank_rows_and_rows_of_other_users_are_both_tried(around: str, update: 
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(
-    moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(moves, monkeypatch):
     policy, shapes = policy_of(), shapes_of()
     assert shapes.rollout is not None
     shapes = replace(shapes, rollout=shapes.rollout.model_copy(update={"cuda_graphs": True}))
@@ -146,9 +140,7 @@ def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
-def test_tokens_that_are_kept_by_what_others_have_are_found(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_are_kept_by_what_others_have_are_found(where, monkeypatch):
     """What top-p keeps is compared, too: of the draws and of the gradients."""
     policy, shapes = policy_of(), shapes_of()
     policy.sampling = Sampling(top_p=0.8, repetition_penalty=1.2)
@@ -264,9 +256,7 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
-def test_kept_outputs_that_depend_on_other_rows_are_found(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_outputs_that_depend_on_other_rows_are_found(where, monkeypatch):
     policy, shapes = policy_of(), replace(shapes_of(), keeps=True)
 
     def by_contents(y: torch.Tensor) -> torch.Tensor:

@@ -113,9 +113,7 @@ def test_the_bound_on_a_mean_solves_its_equation() -> None:
 FREE = {"update": {"loss_type": "policy_gradient", "value_rounds": 2}}
 
 
-def test_a_run_states_the_value_and_leaves_the_policy_in_these_rounds(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_states_the_value_and_leaves_the_policy_in_these_rounds(model, tmp_path, monkeypatch):
     seen: list[dict[str, Any]] = []
     spec = stage_of_logs(model, tmp_path / "run", **FREE)
     result = dprlhf.train_stage(spec, data=logs(0, 80), callbacks=[seen.append], quiet=True)
@@ -136,9 +134,7 @@ def test_a_run_states_the_value_and_leaves_the_policy_in_these_rounds(
     assert "Feedback that the tuned policy gets" in report.read_text()
 
 
-def test_a_resumed_run_states_what_an_uninterrupted_one_does(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_states_what_an_uninterrupted_one_does(model, tmp_path, monkeypatch):
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     written = []
     for stops in (False, True):
@@ -172,9 +168,7 @@ def test_a_resumed_run_states_what_an_uninterrupted_one_does(
         ({"privacy": {"epsilon": 8.0, "partition": "fixed", "bands": 2}}, "noise of their own"),
     ],
 )
-def test_a_value_from_users_who_taught_the_policy_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_a_value_from_users_who_taught_the_policy_is_refused(changes, message):
     with pytest.raises((DprlhfError, ValueError), match=message):
         stage_of_logs("x", Path("run"), **FREE, **changes)
 

@@ -28,9 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 64])
-def test_a_sum_takes_few_messages_of_each_process(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sum_takes_few_messages_of_each_process(count, monkeypatch):
     """Each process of the tree is a thread; messages go through queues and are counted."""
     rank, sent = threading.local(), dict.fromkeys(range(count), 0)
     boxes = {
@@ -153,9 +151,7 @@ def test_every_process_tells_its_callbacks_the_same(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["run-1", *SEVERAL])
-def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(
-    folder: Path, run: str
-) -> None:
+def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(folder, run):
     main, *others = seen(folder, run)
     assert main.noise == seen(folder, "run-1")[0].noise  # bitwise, whatever the number
     assert len(set(main.noise)) == launched.ROUNDS
@@ -168,9 +164,7 @@ def test_noise_is_drawn_once_a_round_and_the_release_is_the_same_everywhere(
 
 
 @pytest.mark.parametrize("run", SEVERAL)
-def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(
-    folder: Path, run: str
-) -> None:
+def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(folder, run):
     everybody = seen(folder, run)
     sizes = np.array([process.shares for process in everybody])
     assert sizes.sum(0).tolist() == seen(folder, "run-1")[0].shares
@@ -181,17 +175,18 @@ def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.parametrize("run", ["reward-3", "reward-sharded-2"])
+@pytest.mark.parametrize("run", ["counted-2", "reward-sharded-2"])
 def test_a_supervised_stage_in_several_processes_equals_that_of_one(run: str, folder: Path) -> None:
-    runs = (f"{run.split('-')[0]}-1", run)
+    runs = ("reward-1", run)
     for name in runs:
         assert set(codes(folder, name)) == {0}, (folder / f"{name}-output-0").read_text()[-3000:]
     one, several = (load_file(folder / name / "checkpoint/policy.safetensors") for name in runs)
     assert one.keys() == several.keys()
     for name, expected in one.items():
         torch.testing.assert_close(several[name], expected, rtol=1e-5, atol=1e-8)
-    ledgers = [(folder / name / "ledger.jsonl").read_bytes() for name in runs]
-    assert ledgers[0] == ledgers[1]
+    if run == "reward-sharded-2":  # the other's has an entry of the book
+        ledgers = [(folder / name / "ledger.jsonl").read_bytes() for name in runs]
+        assert ledgers[0] == ledgers[1]
 
 
 def test_one_process_reserves_and_all_hear_of_a_refusal(folder: Path) -> None:
@@ -281,9 +276,7 @@ def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
     ],
     ids=str,
 )
-def test_the_number_of_processes_is_the_number_asked_for(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str | None
-) -> None:
+def test_the_number_of_processes_is_the_number_asked_for(monkeypatch, variables, message):
     for name in list(os.environ):
         if name.startswith(("ACCELERATE_", "MASTER_", "WORLD_", "PMI_", "OMPI_")):
             monkeypatch.delenv(name)

@@ -32,21 +32,6 @@ def test_the_square_of_the_mean_without_bias() -> None:
     assert sum(plain) / len(plain) > 0.4
 
 
-def test_without_clipping_it_is_the_mean_gradient() -> None:
-    vectors = drawn(4000)
-    found = signal_of(vectors, clip_norm=1000.0)
-    assert found.norm == pytest.approx(found.gradient / 1000)
-    assert found.gradient == pytest.approx(0.3, abs=0.05)
-    assert found.spread == pytest.approx(20 / 1000**2, rel=0.05)
-    assert found.alignment == pytest.approx(1.0)
-
-
-def test_clipped_contributions_have_norm_one_at_most() -> None:
-    found = signal_of(drawn(), clip_norm=1e-3)
-    assert found.norm**2 + found.spread == pytest.approx(1.0)
-    assert signal_of(1e6 * drawn(), clip_norm=1e-3).norm == pytest.approx(found.norm)
-
-
 def test_a_subspace_with_the_signal_keeps_it_and_another_has_none() -> None:
     vectors = drawn(4000)
     basis = torch.eye(20, dtype=torch.float64)

@@ -41,7 +41,7 @@ from dprlhf.training.example_tokens import split_row
 from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.trainer import rehearse_end
-from helpers import runs, tiny
+from helpers import tiny
 from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
 from helpers.stages import examples, moved, people, preferences, user_sums, wide_policy
@@ -143,23 +143,6 @@ def test_a_text_is_followed_by_an_end_whatever_it_ends_with() -> None:
         learnt = encoded.tokens[0, -encoded.response_mask.shape[1] :]
         learnt = learnt[encoded.response_mask[0].bool()]
         assert trained.tokenizer.decode(learnt) == f"{text}<eos>"
-
-
-@pytest.mark.parametrize("after", ["", " "])
-def test_a_template_that_ends_a_turn_is_followed_by_no_second_end(after: str) -> None:
-    trained = wide_policy(0.1)
-    trained.tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<eos>" + after + "{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    chat = {
-        "prompt": [{"role": "user", "content": "hi"}],
-        "completion": [{"role": "assistant", "content": "yo"}],
-    }
-    data = recipe.Documents(path="x")
-    encoded = NextTokens(data).encode(trained, examples([chat], data))
-    learnt = encoded.tokens[0, -encoded.response_mask.shape[1] :][encoded.response_mask[0].bool()]
-    assert trained.tokenizer.decode(learnt) == "yo<eos>" + after
 
 
 TEMPLATES = ["deepseek_r1_distill", "gemma3", "gptoss", "llama3_1", "qwen3", "qwen3_5_think"]
@@ -284,9 +267,7 @@ def score(trained: Any, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "clip_norm"), [("model", 1e6), ("encoder", 0.01)])
-def test_pairs_clip_each_users_bradley_terry_gradient(
-    kind: str, clip_norm: float, request: pytest.FixtureRequest
-) -> None:
+def test_pairs_clip_each_users_bradley_terry_gradient(kind, clip_norm, request):
     path = request.getfixturevalue(kind)
     targets = {"model": ["c_attn"], "encoder": ["query"]}[kind]
     spec = recipe.Policy(
@@ -364,37 +345,7 @@ def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
     return recipe.SFTRecipe.model_validate(values | changes)
 
 
-@pytest.mark.slow
-def test_without_noise_sft_learns_and_noise_alone_teaches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The same noise every time: it follows from the key and from the recipe, paths included.
-    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-    monkeypatch.chdir(tmp_path)
-    model = runs.save_sharp(Path("model"))
-    common = {
-        "rounds": 10,
-        "optimizer": {"learning_rate": 0.1},
-        "evaluation": {
-            "data": {"path": "in-memory"},
-            "prompts": 4,
-            "declared_public": True,
-        },
-    }
-    public = [{"prompt": "it was", "completion": " aaaa"}] * 4
-    gains = {}
-    for name, privacy in (("none", {"epsilon": float("inf")}), ("much", {"noise_multiplier": 1e3})):
-        stage = sft(model, Path(name), privacy=privacy, **common)
-        run = dprlhf.train_stage(stage, data=people(0, 64), evaluation_data=public, quiet=True)
-        gains[name] = run.before["loss"].mean - run.after["loss"].mean
-        assert json.loads(run.folder.evaluation.read_text())["after"]["loss"]["prompts"] == 4
-    assert gains["none"] > 0.3
-    assert gains["much"] < 0.1
-
-
-def test_the_bound_on_a_rounds_users_is_the_plans(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_on_a_rounds_users_is_the_plans(model, tmp_path, monkeypatch):
     """With a bound of its own, how many users a round has could end a run."""
     given: list[int] = []
 
@@ -413,9 +364,7 @@ def test_a_stage_whose_weights_are_no_numbers_stops(model: str, tmp_path: Path) 
         dprlhf.train_stage(stage, data=people(0, 40), quiet=True)
 
 
-def test_a_document_that_cannot_be_encoded_stops_nobody(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_that_cannot_be_encoded_stops_nobody(model, tmp_path, monkeypatch):
     from dprlhf.training import tasks
 
     def picky(policy: Any, prompt: Any, completions: Any, row: Any) -> Any:
@@ -440,9 +389,7 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(
 """Settings of data that the code for files reads, which all stages share."""
 
 
-def test_the_rehearsal_of_the_end_leaves_nothing(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rehearsal_of_the_end_leaves_nothing(model, tmp_path, monkeypatch):
     seen = []
 
     def rehearsed(stage: Any, prepared: Any, beside: Path | None) -> None:
@@ -461,9 +408,7 @@ def test_the_rehearsal_of_the_end_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_a_pipeline_states_one_total(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_states_one_total(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = dprlhf.train_stage(sft(model, Path("one")), data=people(0, 40), quiet=True)
     assert AutoModelForCausalLM.from_pretrained(first.folder.model).num_parameters() > 0
@@ -561,9 +506,7 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
     assert "time for a row" in shown
 
 
-def test_a_baseline_takes_every_later_guarantee_away(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_takes_every_later_guarantee_away(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stage = sft(model, Path("free"), privacy={"epsilon": float("inf")}, rounds=2)
     dprlhf.train_stage(stage, data=people(0, 20), quiet=True)
@@ -597,9 +540,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
 
 
 @pytest.mark.slow
-def test_an_interrupted_stage_goes_on_where_it_was(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_stage_goes_on_where_it_was(model, tmp_path, monkeypatch):
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     data = people(0, 40)
     whole = dprlhf.train_stage(sft(model, tmp_path / "whole"), data=data, quiet=True)
@@ -685,9 +626,7 @@ def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() 
         (["no", "yes"], [0, 1, True, False], ["no", "yes", "yes", "no"]),
     ],
 )
-def test_a_number_that_is_the_name_of_a_label_is_no_index(
-    labels: list[str], given: list[Any], learnt: list[str]
-) -> None:
+def test_a_number_that_is_the_name_of_a_label_is_no_index(labels, given, learnt):
     task = Labels(recipe.Preferences(path="x", label_column="label"), labels)
     assert [labels[task.number(label)] for label in given] == learnt
 
@@ -748,14 +687,6 @@ def test_a_tokenizer_without_an_end_is_refused(kind: str, tmp_path: Path) -> Non
     refused(make(base, tmp_path / "run"), said, data=rows(0, 8))
 
 
-def test_answers_that_are_messages_need_a_chat_template(model: str, tmp_path: Path) -> None:
-    answers = {"completion": said("SECRET"), "chosen": said("a"), "rejected": said("b")}
-    rows = [{"user": f"u{i}", "prompt": "it was", **answers} for i in range(8)]
-    spec = preferring(model, tmp_path / "run")
-    told = refused(spec, "a completion is messages, and the tokenizer has no chat", data=rows)
-    assert "SECRET" not in told
-
-
 def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     """A form of which a made-up row is refused although the users' rows are read stops a run."""
     part = pa.list_(pa.struct([("type", pa.string()), ("text", pa.string())]))
@@ -782,9 +713,7 @@ def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
     }
 
 
-def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(model, tmp_path):
     label = {"path": "in-memory", "label_column": "label"}
     spec = rewarding(
         model, tmp_path / "run", labels=["bad", "good"], data=label,
@@ -841,9 +770,7 @@ def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
     assert learnt_of(NextTokens(data), trained, rows) == "<eos>o<eos>"
 
 
-def test_a_tokenizer_that_warns_puts_no_text_into_a_log(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_warns_puts_no_text_into_a_log(model, tmp_path, monkeypatch, capfd):
     real = PreTrainedTokenizerFast.__call__
 
     def noisy(self: Any, text: Any = None, *rest: Any, **named: Any) -> Any:

@@ -99,9 +99,7 @@ def test_a_baseline_is_one() -> None:
     assert not PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0).is_baseline
 
 
-def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(capsys, monkeypatch):
     monkeypatch.setattr(configs, "_SAID", set())
     given = trl.GRPOConfig(
         output_dir="x", use_cpu=True, bf16=False, learning_rate=3e-5, num_generations=4,

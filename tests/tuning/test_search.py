@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import yaml
 
 from dprlhf import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
@@ -20,7 +19,6 @@ from dprlhf.tuning.evidence import write_tuned
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.search import Search
 from dprlhf.tuning.stand_in import StandInRun, StoppedEarlyError
-from dprlhf.tuning.tried import changes_text
 from helpers import tiny
 from helpers.commands import dprlhf
 
@@ -132,9 +130,7 @@ def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> 
 
 
 @pytest.mark.parametrize("limit", [{"trials": 2}, {"minutes": 3.5}])
-def test_runs_that_decide_wait_for_no_trial_of_the_search(
-    file: Path, simulated: Simulated, limit: dict[str, Any]
-) -> None:
+def test_runs_that_decide_wait_for_no_trial_of_the_search(file, simulated, limit):
     """What the search had no time or no number for is not run in the time of the last runs."""
     lines: list[str] = []
     running = search_for(file, **limit)
@@ -146,9 +142,7 @@ def test_runs_that_decide_wait_for_no_trial_of_the_search(
     assert len(running._ended(confirming=True)) == again > 0
 
 
-def test_nothing_better_leaves_the_recipe_as_it_is(
-    file: Path, simulated: Simulated, tmp_path: Path
-) -> None:
+def test_nothing_better_leaves_the_recipe_as_it_is(file, simulated, tmp_path):
     simulated._noise = 0.0
     with mock.patch.object(Simulated, "true", lambda self, recipe: -len(recipe.update.name)):
         running = search_for(file, trials=3)
@@ -180,16 +174,6 @@ def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int
     assert running.result().own.changes == {}
 
 
-def test_a_search_in_short_calls_proposes_nothing_twice(file: Path, simulated: Simulated) -> None:
-    for trials in (6, 9, 12):
-        running = search_for(file, trials=trials)
-        while not running._enough():
-            running._line_up()
-            running._trial(lambda line: None)
-    rates = [r.optimizer.learning_rate for r in simulated.runs]
-    assert len(set(rates)) == len(rates) == 12
-
-
 def test_what_was_run_again_alone_decides_nothing(file: Path, simulated: Simulated) -> None:
     """Time for one more run of the recipe as it is and for nothing to compare it with."""
     simulated._noise = 0.0
@@ -204,27 +188,6 @@ def test_what_was_run_again_alone_decides_nothing(file: Path, simulated: Simulat
     assert tuned.best.score > tuned.own.score + 0.3
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out(file: Path, simulated: Simulated) -> None:
-    running = search_for(file, trials=3)
-    running._line_up()
-    running._trial(lambda line: None)
-    trials = file.with_suffix(".trials")
-    whole = trials.read_bytes()
-    trials.write_bytes(whole[:-40])
-    for more in (2, 3):
-        running = search_for(file, trials=more)
-        running._line_up()
-        running._trial(lambda line: None)
-    assert trials.read_bytes().startswith(whole[: whole[:-1].rfind(b"\n") + 1])
-    assert len(running._study.trials) == 3
-
-
-def test_a_killed_trial_is_not_waited_for(file: Path, simulated: Simulated) -> None:
-    running = search_for(file)
-    running._study.ask()
-    assert [t.state.name for t in search_for(file)._study.trials] == ["FAIL"]
-
-
 def test_the_trials_of_another_search_are_refused(file: Path, simulated: Simulated) -> None:
     search_for(file)
     with pytest.raises(DprlhfError, match=r"another search \(users\)"):
@@ -236,63 +199,11 @@ def test_the_trials_of_another_search_are_refused(file: Path, simulated: Simulat
         search_for(file)
 
 
-def test_a_recipe_that_cannot_be_run_ends_the_search(file: Path, simulated: Simulated) -> None:
-    simulated.fail_at, simulated.error = 1, DprlhfError("no such model")
-    with pytest.raises(DprlhfError, match="no such model"):
-        search_for(file).run()
-
-
 def test_settings_that_are_refused_do_not(file: Path, simulated: Simulated) -> None:
     simulated.fail_at, simulated.error = 2, DprlhfError("too large")
     running = search_for(file, trials=6)
     running.run()
     assert running.result().failed == ["too large"]
-
-
-def test_fewer_stand_ins_where_time_is_short(
-    file: Path, simulated: Simulated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def affordable(recipe: Recipe, public: Any, seconds: float, **given: Any) -> int:
-        asked.append(seconds)
-        return 120
-
-    monkeypatch.setattr(search, "affordable", affordable)
-    running = search_for(file, stand_ins=None)
-    assert running.stand_ins == 120
-    assert asked == [45 * 60 * search.SEARCH_SHARE / 12]  # time for twelve trials
-    assert search_for(file, stand_ins=None).stand_ins == 120  # kept
-    assert len(asked) == 1
-
-
-class TestTheFile:
-    def test_it_has_the_evidence_and_keeps_the_rest(
-        self, file: Path, simulated: Simulated, tmp_path: Path
-    ) -> None:
-        running = search_for(file)
-        running.run()
-        tuned = running.result()
-        output = tmp_path / "out" / "tuned.yaml"
-        write_tuned(tuned, file, ["privacy.epsilon=4"], output)
-        text = output.read_text()
-        assert load_recipe(output) == tuned.recipe
-        told = " ".join(text.replace("\n#", " ").split())
-        assert f"the recipe as it is: {tuned.own}" in told
-        assert f"{changes_text(tuned.best.changes)}: {tuned.best}" in told
-        assert max(map(len, text.splitlines())) <= 100
-
-    def test_overrides_are_written_down(self, file: Path, simulated: Simulated) -> None:
-        overrides = ["privacy.epsilon=2", "kl.beta=0.1"]
-        recipe = load_recipe(file, overrides)
-        running = Search(
-            recipe, rows_for(recipe), KEYS, file.with_suffix(".t"), stand_ins=400, trials=3
-        )
-        running.run()
-        output = file.with_name("tuned.yaml")
-        write_tuned(running.result(), file, overrides, output)
-        values = yaml.safe_load(output.read_text())
-        assert (values["privacy"]["epsilon"], values["kl"]["beta"]) == (2, 0.1)
 
 
 @pytest.mark.slow

@@ -24,9 +24,7 @@ from dprlhf.training.run import Run
 from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.stand_in import (
-    StoppedEarlyError,
     _of_stand_ins,
-    count_users,
     excess_variance,
     run_stand_ins,
     stand_in_plan,
@@ -109,9 +107,7 @@ class TestThePlan:
         assert plan.terms()["epsilon"] == "infinity"
         assert plan.noise_multiplier == private.noise_multiplier
 
-    def test_a_plan_with_a_promise_is_refused_for_stand_ins(
-        self, model: str, tmp_path: Path
-    ) -> None:
+    def test_a_plan_with_a_promise_is_refused_for_stand_ins(self, model, tmp_path):
         private = make_plan(users=60, rounds=3, delta=1e-5, epsilon=2.0)
         sources = InMemoryInputs(PUBLIC[:60], lower_case, None, stand_in_plan=lambda r: private)
         recipe = recipe_of(model, data={"path": "in-memory"}, evaluation=None)
@@ -136,15 +132,6 @@ class TestThePlan:
         of_mean = vectors.reshape(-1, 250, 16).mean(1).var(0).sum()
         assert of_mean - vectors.var(0).sum() / m <= 1.1 * sampling
 
-    def test_users_are_counted_where_their_rows_are_here(self, tmp_path: Path) -> None:
-        file = tmp_path / "users.jsonl"
-        file.write_text("".join(f'{{"prompt": "p{i}", "who": "{i % 7}"}}\n' for i in range(20)))
-        data: dict[str, Any] = {"path": str(file)}
-        assert count_users(recipe_of("m", data=data)) == 20
-        assert count_users(recipe_of("m", data=data | {"user_column": "who"})) == 7
-        assert count_users(recipe_of("m")) == 60  # its file does not exist
-        assert count_users(recipe_of("m", data=data | {"limit": 1000})) == 20
-
 
 class TestTheRows:
     def test_final_rows_score_nothing_and_stand_in_for_nobody(self, model: str) -> None:
@@ -153,15 +140,6 @@ class TestTheRows:
         assert not set(used) & set(PUBLIC[:FINAL])
         assert len(set(used)) == len(used) == len(PUBLIC) - FINAL
         assert rows.scoring["prompt"][16:] == PUBLIC[FINAL : FINAL + 64]  # as in the private run
-
-    def test_a_file_is_read_in_place_of_the_evaluation(self, model: str, tmp_path: Path) -> None:
-        file = tmp_path / "more.csv"
-        some = [*PUBLIC[:FINAL], *(f"other {i}" for i in range(100))]
-        file.write_text("prompt\n" + "\n".join(some))
-        rows = public_rows(recipe_of(model), file, rows=PUBLIC, scored=10)
-        used = {*rows.stand_ins["prompt"], *rows.scoring["prompt"][:10]}
-        assert used <= set(some[FINAL:])
-        assert len(rows.stand_ins) == len(some) - 64 - 10
 
     def test_no_stand_in_guides_the_subspace(self, model: str, tmp_path: Path) -> None:
         recipe = recipe_of(model, update={"name": "pg", "subspace": {"rank": 2, "prompts": 10}})
@@ -199,10 +177,6 @@ class TestTheRows:
         file.write_text("prompt\n" + "\n".join(PUBLIC))
         with pytest.raises(DprlhfError, match="these are the private users' rows"):
             public_rows(recipe_of("m", data={"path": str(file)}), file)
-
-    def test_a_recipe_without_public_rows_is_refused(self) -> None:
-        with pytest.raises(DprlhfError, match="needs public prompts"):
-            public_rows(recipe_of("m", evaluation=None))
 
 
 class TestTheRun:
@@ -266,32 +240,6 @@ class TestTheRun:
         # The clip norm's share of the telemetry is the only other thing in a release.
         assert np.mean(norms) == pytest.approx(expected, rel=0.15)
         assert (result.excess > 0) == (stand_ins is not None)
-
-    @pytest.mark.slow
-    def test_a_subspace_is_what_is_released(self, model: str) -> None:
-        recipe = recipe_of(model, update={"name": "pg", "subspace": {"rank": 2, "prompts": 10}})
-        result = run_stand_ins(recipe, rows_for(recipe), reward=lower_case, stand_ins=30)
-        assert result.dimension == 2
-        assert result.excess == excess_variance(result.plan, 30, 2)
-
-    def test_a_penalty_counts_in_the_score(self, model: str) -> None:
-        recipe = recipe_of(model, kl={"beta": 0.5})
-        result = run_stand_ins(recipe, rows_for(recipe), reward=lower_case)
-        assert result.penalty == 0.5 * result.kl
-        assert result.score == result.after.mean - result.penalty
-
-    def test_it_stops_when_told(self, model: str, temporary: Path) -> None:
-        recipe = recipe_of(model)
-        told = []
-
-        def stop(t: int, reward: float) -> bool:
-            told.append(t)
-            return t == 2
-
-        with pytest.raises(StoppedEarlyError, match="after round 2"):
-            run_stand_ins(recipe, rows_for(recipe), reward=lower_case, every=1, stop=stop)
-        assert told == [1, 2]
-        assert not [*temporary.iterdir()]
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("it broke")])
     def test_what_ends_it(self, model: str, temporary: Path, error: Any) -> None:

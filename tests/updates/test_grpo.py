@@ -60,9 +60,7 @@ def surrogate(
 
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("arms", [False, True], ids=["on-policy", "reference"])
-def test_the_sum_is_the_gradient_of_the_surrogate(
-    arms: bool, scale: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_is_the_gradient_of_the_surrogate(arms, scale, monkeypatch):
     monkeypatch.setattr("dprlhf.updates.grpo.LARGEST_RATIO", 1e9)
     policy = policy_of("gpt2", "lora")
     responses = batch_of(SHAPE, 5)

@@ -171,9 +171,7 @@ def test_known_compares_with_three_standard_deviations() -> None:
 
 @pytest.mark.parametrize("users", [0.5, 2.0, 20.0])
 @pytest.mark.parametrize("noise", [0.0, 0.1, 3.0])
-def test_neither_empty_rounds_nor_noise_pass_for_failing_rewards(
-    users: float, noise: float
-) -> None:
+def test_neither_empty_rounds_nor_noise_pass_for_failing_rewards(users, noise):
     """Of 400 runs with 100 rounds hardly one is stopped in error, and those that fail are."""
     random = np.random.default_rng(3)
     stopped = {}
