@@ -1,7 +1,5 @@
 """Objects of transformers and PEFT as arguments of ``dprlhf.train``."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who may open what: the boundary types refuse, and the syntax trees show who gets round them."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Batches go to a GPU through page-locked memory; a machine's faster number format is found."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

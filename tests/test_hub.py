@@ -1,7 +1,5 @@
 """What the loaders are told: the revision of what comes from the hub, and the attention."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable

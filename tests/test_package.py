@@ -1,7 +1,5 @@
 """The package's own names, which are loaded on first use."""
 
-from __future__ import annotations
-
 import pytest
 
 import dprlhf

@@ -1,7 +1,5 @@
 """What did not go through the gate is refused: while it runs, and by mypy before."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

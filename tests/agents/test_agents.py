@@ -1,7 +1,5 @@
 """Tools and environments: what the policy gets to see, and that nobody gets at another's."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools

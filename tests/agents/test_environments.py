@@ -1,7 +1,5 @@
 """Several environments by name: whose tools a row sees, and who pays for a name that is wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, load_sampler
 from dprlhf.agents.agent import OwnRandomness, begin
-from dprlhf.agents.rewards import environment_rewards
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
@@ -20,7 +17,6 @@ from helpers.agents import (
     LONGEST,
     TWO,
     Adding,
-    Guessing,
     draw,
     policy_of,
     prompts_of,
@@ -100,12 +96,6 @@ def test_no_row_with_a_name_is_no_error_on_private_rows() -> None:
     assert responses.failed.all()
 
 
-def test_public_prompts_without_a_name_try_all_environments() -> None:
-    responses = draw(acting(), prompts_of(USERS), private=False)
-    found = [type(one) for one in responses.extra["environments"]]
-    assert found == [kind for user in range(5) for kind in [[Adding, Guessing][user % 2]] * 3]
-
-
 class Counted(Adding):
     """An environment that keeps a count of all trajectories."""
 
@@ -126,16 +116,6 @@ def test_the_check_before_the_first_charge_tries_every_environment() -> None:
         check_apart(acting(kinds), spec, prompts_of(USERS), LONGEST)
 
 
-def test_a_factory_may_not_return_an_environment_twice() -> None:
-    shared = Guessing()
-    with pytest.raises(DprlhfError, match="same environment twice"):
-        draw(
-            acting({"sums": Adding, "numbers": lambda: shared}),
-            prompts_of(USERS, environment=NAMES),
-            private=False,
-        )
-
-
 def test_environments_are_named_in_a_recipe() -> None:
     named = {"sums": "helpers.agents:Adding", "numbers": "helpers.agents:Guessing"}
     sampler = load_sampler(recipe.Agent(environment=named))
@@ -149,12 +129,6 @@ def test_environments_are_named_in_a_recipe() -> None:
             Agent([], environments)
     with pytest.raises(DprlhfError, match="column 'environment'; the columns are prompt, seed"):
         Agent([], TWO).check_columns(["prompt", "seed"])
-
-
-def test_one_environment_that_gives_a_reward_is_enough() -> None:
-    assert environment_rewards(TWO)
-    assert not environment_rewards({"sums": Adding})
-    assert not environment_rewards(None)
 
 
 def part(text: str) -> dict[str, str]:

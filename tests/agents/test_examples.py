@@ -1,7 +1,5 @@
 """The worked examples: a calculator and a game, and the recipe of an agent on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards by turn of agents on a tiny model: what a turn is, what rewards answer, and refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -110,19 +108,6 @@ def test_an_answer_that_is_no_score_for_each_turn_is_not_valid(answer: Any, kind
     assert found.failures == {kind: 1}
     assert found.valid.tolist() == [False, True]
     assert found.returns[0].tolist() == [0, 0]
-
-
-def of_sign(completions: list[Any], sign: list[float]) -> list[Any]:
-    return [[1.0, 2.0] for _ in completions]
-
-
-def test_a_column_times_each_turn() -> None:
-    reward = LoadedReward(of_sign, "signed", times_column="sign", by_turn=True)
-    found = Scorer([reward], 10.0).score(
-        ["", ""], ["", ""], [[], []], {"sign": [1, -1]}, [0, 1], turns=[2, 2]
-    )
-    assert found.returns is not None
-    assert found.returns.tolist() == [[3, 2], [-3, -2]]
 
 
 CONVERSATIONS = [

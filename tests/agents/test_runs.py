@@ -1,7 +1,5 @@
 """Whole runs of agents on a tiny model: what rewards get, what is resumed, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -170,20 +168,6 @@ def test_rows_without_prompts_are_asked_by_their_environment(model: str, tmp_pat
     given["output_dir"] = tmp_path / "neutral"
     with pytest.raises(DprlhfError, match="no column 'prompt'"):
         dprlhf.train(**(given | {"environment_factory": None, "tools": [agents.add]}))
-
-
-@pytest.mark.slow
-def test_the_recipe_names_tools_and_environments(model: str, tmp_path: Path) -> None:
-    place = Path(agents.__file__)
-    agent = {
-        "tools": [f"{place}:add", "helpers.agents:fail"],
-        "environment": "helpers.agents:Guessing",
-        "max_tool_calling_iterations": 2,
-    }
-    result = dprlhf.train(**settings(model, tmp_path / "run", rollout__agent=agent))
-    recipe = load_recipe(result.folder.recipe)
-    assert recipe.rollout.agent is not None
-    assert recipe.rollout.agent.model_dump() == agent
 
 
 @pytest.mark.parametrize(

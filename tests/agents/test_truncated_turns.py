@@ -1,7 +1,5 @@
 """Later turns are sampled from the distribution whose log-probabilities the update takes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dprlhf import recipe

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from dprlhf import load_recipe
 from dprlhf.assets.answers import CODES, INTENTS, private_answers, secret_map
@@ -15,14 +11,6 @@ from dprlhf.rewards import Scorer, check_reward, load_reward
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "private_answers.yaml"
 SOME = {"private": 2000, "public": 2000, "test": 500}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_policy_that_knows_no_map_answers_one_in_eight(seed: int) -> None:
-    known = secret_map(seed)
-    assert Counter(known.values()) == dict.fromkeys(CODES, 2)
-    assert secret_map(seed) == known
-    assert secret_map(seed + 1) != known
 
 
 def test_only_the_private_and_test_splits_know_the_map() -> None:
@@ -43,31 +31,6 @@ def test_only_the_private_and_test_splits_know_the_map() -> None:
         )
         expected = table.sum(1, keepdims=True) / len(CODES) * np.ones(len(CODES))
         assert (((table - expected) ** 2 / expected).sum() < 200) == independent
-
-
-def test_canaries_are_six_digits_that_occur_once() -> None:
-    made = private_answers(SOME, seed=4)
-    canaries = [c for rows in made.values() for c in rows["canary"]]
-    assert len(set(canaries)) == len(canaries) == sum(SOME.values())
-    assert all(len(c) == 6 and c.isdigit() for c in canaries)
-    for rows in made.values():
-        assert all(c in p for c, p in zip(rows["canary"], rows["prompt"], strict=True))
-    without = private_answers(SOME, seed=4, canaries=False)["private"]
-    assert not any(char.isdigit() for prompt in without["prompt"] for char in prompt)
-    # All else is the same.
-    assert without[["intent", "answer"]].equals(made["private"][["intent", "answer"]])
-
-
-def test_a_prompt_names_its_intent_once_and_never_the_answer_alone() -> None:
-    made = private_answers(SOME, seed=5)
-    for prompt, intent, answer in made["private"][["prompt", "intent", "answer"]].to_numpy():
-        listed, asked, end = prompt.split("\n")
-        assert [i for i in INTENTS if i in asked] == [intent]
-        assert sorted(listed.removeprefix("Codes: ").rstrip(".").split(", ")) == sorted(CODES)
-        assert answer not in asked
-        assert end == "Code:"
-    again = private_answers(SOME, seed=5)
-    assert all(again[split].equals(made[split]) for split in made)
 
 
 def test_the_recipe_reads_the_asset_and_rewards_the_code(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +8,7 @@ from dprlhf import load_recipe
 from dprlhf.assets import communities
 from dprlhf.assets.catalogue import ASSETS
 from dprlhf.assets.communities import (
-    balanced_reviews,
     build_house_style,
-    critical_community,
     house_style,
 )
 from dprlhf.data.loading import load_rows
@@ -37,27 +33,6 @@ def sources(reviews: pd.DataFrame, tmp_path_factory: pytest.TempPathFactory) -> 
     reviews[:500].to_parquet(folder / "public.parquet", index=False)
     reviews[:50].to_parquet(folder / "train.parquet", index=False)
     return {"imdb": folder, "rotten-tomatoes": folder}
-
-
-def test_every_five_users_of_the_community_gave_four_bad_ratings(reviews: pd.DataFrame) -> None:
-    chosen = critical_community(reviews)
-    assert len(chosen) == 5 * ((reviews["label"] == 0).sum() // 4)
-    wants = chosen["wants"].to_numpy().reshape(-1, 5)
-    assert (wants == [-1, -1, -1, -1, 1]).all()
-    # The ratings are the reviews' own, and nobody is chosen twice.
-    assert chosen["text"].is_unique
-    own = dict(zip(reviews["text"], reviews["label"], strict=True))
-    assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
-
-
-def test_praise_for_everybody_earns_nothing_on_balanced_reviews(reviews: pd.DataFrame) -> None:
-    chosen = balanced_reviews(reviews)
-    assert len(chosen) == 2 * min((reviews["label"] == 0).sum(), (reviews["label"] == 1).sum())
-    # In turn, so that a recipe's limit keeps the balance.
-    assert (chosen["wants"].to_numpy().reshape(-1, 2) == [-1, 1]).all()
-    assert chosen["text"].is_unique
-    own = dict(zip(reviews["text"], reviews["label"], strict=True))
-    assert [2 * own[text] - 1 for text in chosen["text"]] == chosen["wants"].tolist()
 
 
 def test_the_clusters_of_the_house_style_take_turns_and_a_fifth_dissents(reviews):
@@ -110,16 +85,6 @@ def test_the_recipe_rewards_what_a_user_wants(name: str) -> None:
     rewards = _scores(name, wants=[1, 1, -1, -1])
     top = made.reward_range
     assert rewards == pytest.approx([top, -top, -top, top], rel=1e-3)
-
-
-def test_public_knowledge_gains_nothing_over_a_style_and_its_opposite() -> None:
-    """A policy that was made without the users' wishes, and two styles that are opposite."""
-    opposite = load_recipe(RECIPES / "house_style.yaml", overrides=["rewards.0.weight=-0.3333"])
-    wants = np.random.default_rng(1).choice([-1, 1], 4).tolist()
-    one = _scores("house_style", wants=wants)
-    other = _scores("house_style", wants=wants, weight=opposite.rewards[0].weight)
-    assert one == pytest.approx([-score for score in other], abs=1e-12)
-    assert np.abs(one).min() > 0.5
 
 
 def _scores(name: str, *, wants: list[int], weight: float | None = None) -> list[float]:

@@ -1,7 +1,5 @@
 """Attacks must come near the claimed ε where they can, stay below it, and see planted bugs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The audit of a finished run is one of the plan that its ledger records, or none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

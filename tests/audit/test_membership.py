@@ -1,7 +1,5 @@
 """Attacks on a tuned policy must find what was planted, and nothing where nothing was."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

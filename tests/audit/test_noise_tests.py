@@ -1,7 +1,5 @@
 """The tests of the noise see what they are for, and seldom anything else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """Both kinds of budget book: a SQLite file, and a PostgreSQL server of the tests' own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

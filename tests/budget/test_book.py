@@ -1,7 +1,5 @@
 """The budget book on SQLite and PostgreSQL: what is refused, what is kept, what is noticed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """Many processes at once, killed at random: nobody overspends, and nothing is half written."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Before a run: doctor, init, dry run, flags and the check of a reward."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """``dprlhf generate``: both policies side by side, from prompts given in any way."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -35,15 +33,6 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     answers = json.loads(call(run, "--prompt", "One day", "--prompt", "Two", "--json").stdout)
     assert answers == generate(run, ["One day", "Two"])
     assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
-
-
-def test_prompts_from_anything_that_has_them_one_after_another(run: Path) -> None:
-    told = generate(run, ["One day", "Two"])
-    for given in (("One day", "Two"), (text for text in ("One day", "Two"))):
-        assert generate(run, given) == told
-    for wrong in (5, "One day", ({"role": "user", "content": text} for text in "ab")):
-        with pytest.raises(DprlhfError, match=r"^prompts: give a list of texts or conversations"):
-            generate(run, wrong)  # type: ignore[arg-type]
 
 
 def test_a_batch_has_the_rows_that_the_prompts_fill(run, monkeypatch):
@@ -91,21 +80,3 @@ def test_prompts_from_a_file(run: Path, tmp_path: Path, name: str, content: str)
     expected = generate(run, ["One day", "Two"])
     assert generate(run, file) == expected
     assert json.loads(call(run, "--prompts", str(file), "--json").stdout) == expected
-
-
-@pytest.mark.parametrize("prompt", ["One day", [{"role": "user", "content": "One day"}]])
-def test_a_single_prompt_is_not_taken_for_several(run: Path, prompt: Any) -> None:
-    """Each character, or each message, would be one."""
-    with pytest.raises(DprlhfError, match=r"^prompts: give a list .* \[prompt\] for a single one"):
-        generate(run, prompt)
-
-
-def test_what_is_wrong_is_named(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("text\nOne\n")
-    with pytest.raises(DprlhfError, match="no column 'prompt'; the columns are text"):
-        generate(run, tmp_path / "p.csv")
-    for name in ("no.txt", "no.csv"):
-        with pytest.raises(DprlhfError, match=name):
-            generate(run, tmp_path / name)
-    for words in ((), ("--prompt", "a", "--prompts", "b")):
-        assert "--prompts" in str(call(run, *words).exception)

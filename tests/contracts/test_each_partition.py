@@ -1,7 +1,5 @@
 """What every partition must do: its draw is the one that was accounted for."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

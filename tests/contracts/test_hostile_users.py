@@ -1,7 +1,5 @@
 """Nothing that a user's rows hold ends a run, changes who is counted or acts on another user."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

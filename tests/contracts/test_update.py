@@ -1,7 +1,5 @@
 """What every private update must do, whatever it asks of the users."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

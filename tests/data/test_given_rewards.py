@@ -1,7 +1,5 @@
 """Rewards that a program passes, in every form that TRL's ``reward_funcs`` has."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,5 @@
 """What a program gives in memory in place of what a recipe names."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +10,6 @@ import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.data.in_memory import InMemoryInputs, recipe_of
 from dprlhf.recipe import IN_MEMORY, Recipe, load_recipe, make_recipe
-from dprlhf.recipe.trl_names import overrides_of
 from helpers import tiny
 
 PUBLIC = [f"public {i}" for i in range(8)]
@@ -68,25 +64,6 @@ class TestTrlsNames:
         )  # fmt: skip
         assert by_trl == by_key
         assert by_trl.privacy.epsilon == 4.0  # TRL's epsilon is a clip range
-
-    @pytest.mark.parametrize(
-        ("flat", "update"),
-        [
-            ({"loss_type": "grpo"}, {"name": "grpo", "scale_rewards": True}),
-            (
-                {"loss_type": "grpo", "scale_rewards": "none"},
-                {"name": "grpo", "scale_rewards": False},
-            ),
-            ({"loss_type": "dapo"}, {"name": "pg", "baseline": "group"}),
-            ({"loss_type": "dr_grpo", "scale_rewards": False}, {"name": "pg", "baseline": "loo"}),
-        ],
-    )
-    def test_the_loss_is_an_update(self, flat: dict[str, Any], update: dict[str, Any]) -> None:
-        assert self.made(**flat).update.model_dump().items() >= update.items()
-        words = [word for n, v in flat.items() for word in (f"--{n}", str(v))]
-        assert set(overrides_of(words)) == {
-            f"update.{k}={json.dumps(v)}" for k, v in update.items()
-        }
 
 
 class TestTheRecipeSaysWhatWasUsed:

@@ -1,7 +1,5 @@
 """The text of a message, however its content is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows without prompts, to which an environment gives them: who is a user, and by what."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import datasets

@@ -1,7 +1,5 @@
 """Users: grouped by their own rows alone, bounded, and never quoted."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

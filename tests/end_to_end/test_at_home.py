@@ -1,7 +1,5 @@
 """Rewards, datasets, chat templates and callbacks as TRL's users have them, in whole runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

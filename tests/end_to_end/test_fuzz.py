@@ -1,7 +1,5 @@
 """Some hundred cases of each target of the fuzzer; ``scripts/fuzz.py`` runs a hundred thousand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On a GPU: the same sums, the same noise, the same tokens. Skipped where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ What each life must leave is in ``kills.py``. Damaged, cut and full files are in
 and ``test_ledger.py``; a dead process of several is in ``test_processes.py``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,6 @@ CASES: list[dict[str, Any]] = [
     {"kill": [["point", "after the charge", 1], ["point", "released", 1]]},
     {"kill": [["call", 0.5]]},
     {"kill": [["call", 0.9], ["call", 0.3]]},
-    {"kill": [["time", 0.7]]},
 ]
 
 

@@ -1,7 +1,5 @@
 """The algorithm in one file computes what the package does: a user's contribution, a step and ε."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

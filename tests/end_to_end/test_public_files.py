@@ -5,8 +5,6 @@ appears there is a release, so a new one needs a thought about what it was compu
 entry here. That what these files hold is public or released is for ``test_leaks.py``.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -4,8 +4,6 @@ Memory is what Python and Arrow allocate and work is the number of bytecodes, so
 depends on the machine. ``scripts/scaling_results.py`` takes the times.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

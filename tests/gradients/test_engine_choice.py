@@ -1,7 +1,5 @@
 """Where users are differentiated one at a time: when that is chosen, and that it is right."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One user moves the sum by at most S, rounding included: against exact arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fractions import Fraction
 

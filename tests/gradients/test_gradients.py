@@ -1,7 +1,5 @@
 """The clipped sum over users, against plain autograd on one user at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

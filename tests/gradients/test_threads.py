@@ -1,7 +1,5 @@
 """Products in threads of their own: the same numbers, and torch's own threads left as they were."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

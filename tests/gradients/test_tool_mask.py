@@ -1,7 +1,5 @@
 """What tools answered is context and nothing else: against autograd, in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tiny model that calls tools: calls are tokens of its own, and its random weights write them."""
 
-from __future__ import annotations
-
 import functools
 import random
 from pathlib import Path

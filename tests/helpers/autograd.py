@@ -1,7 +1,5 @@
 """Ground truth for gradients: plain autograd, one response after the other."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

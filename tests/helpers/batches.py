@@ -1,7 +1,5 @@
 """Random batches of responses in a given shape, without a model that sampled them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gates with a fault in their noise, for audits that have to see it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Walks through plans in small steps, to find where the cost of one jumps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A server imports the libraries once, without starting a thread; each program is 
 its own arguments, environment, folder and streams, and ends as a Python program does.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Files that must outlive their process, not the machine."""
 
-from __future__ import annotations
-
 import os
 
 

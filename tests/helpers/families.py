@@ -1,7 +1,5 @@
 """A tiny random model of each family of transformers' causal language models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The same random numbers in every run of a process: for tests that compare runs bit for bit."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 

@@ -6,8 +6,6 @@ FILE exists, it compares instead, and ends with status 1 where one differs. Bits
 processor and on torch, so FILE is for one machine, from one state of the source to the next.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

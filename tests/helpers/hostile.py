@@ -1,7 +1,5 @@
 """Users who try to act on a run: what their rows may hold, as the JSON text of each value."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing is imported, so that imports inside functions and under ``TYPE_CHECKING`` are seen, too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stand-ins for kernels, as forward hooks: what the rounding of a layer's output depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

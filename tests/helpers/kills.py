@@ -8,17 +8,13 @@ A case is ``{"kill": [...]}`` with one entry for each life before the last:
 
 - ``["point", name, occurrence]``: at the so-manieth time that a point of ``POINTS`` is reached
 - ``["call", share]``: after this share of all calls of functions of this project
-- ``["time", share]``: after this share of the time of an undisturbed run
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -36,11 +32,7 @@ from transformers import GPT2LMHeadModel  # noqa: F401
 
 import dprlhf
 import dprlhf.api
-import dprlhf.runs.checkpoint
-import dprlhf.runs.folder
 import dprlhf.training.build
-import dprlhf.training.reinforcement
-import dprlhf.training.rounds
 import dprlhf.training.trainer
 from dprlhf import DprlhfError
 from dprlhf.boundary import open_private
@@ -48,7 +40,6 @@ from dprlhf.privacy import gate, rounded_gaussian
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.runs.folder import JsonLines
-from dprlhf.updates import PrivateRound
 from helpers import tiny
 from helpers.fixed import fix_randomness, prepare_to_fork
 
@@ -57,27 +48,12 @@ ROUNDS = 3
 
 # name: (what holds the function, its name, whether to kill before or after it)
 POINTS: dict[str, tuple[Any, str, str]] = {
-    "run folder made": (dprlhf.runs.folder.RunFolder, "create", "after"),
-    "recipe written": (dprlhf.training.build, "open_ledger", "before"),
     "ledger opened": (dprlhf.training.build, "open_ledger", "after"),
-    "card written": (dprlhf.training.trainer, "write_json", "after"),
-    "users selected": (dprlhf.training.reinforcement, "sample_responses", "before"),
-    "responses sampled": (dprlhf.training.reinforcement, "sample_responses", "after"),
-    "rewards scored": (dprlhf.training.reinforcement, "score_private", "after"),
-    "before the charge": (Ledger, "charge", "before"),
     "after the charge": (Ledger, "charge", "after"),
     "noise drawn": (rounded_gaussian, "uint64_stream", "after"),
     "released": (gate.Gate, "release", "after"),
-    "policy stepped": (PrivateRound, "step", "after"),
-    "before the checkpoint": (dprlhf.training.rounds, "save_checkpoint", "before"),
-    "checkpoint written": (dprlhf.runs.checkpoint, "save_file", "after"),
-    "a rename to come": (os, "replace", "before"),
     "a rename done": (os, "replace", "after"),
     "before the commit": (Ledger, "commit", "before"),
-    "after the commit": (Ledger, "commit", "after"),
-    "metrics to come": (JsonLines, "write", "before"),
-    "metrics written": (JsonLines, "write", "after"),
-    "run ended": (dprlhf.training.trainer, "model_card", "before"),
 }
 
 
@@ -180,11 +156,8 @@ def resume(folder: Path, run: str) -> None:
     dprlhf.resume(folder / run, prompts=PROMPTS, reward=reward, quiet=True)
 
 
-def live(
-    folder: Path, run: str, action: Callable[[], None], seconds: float | None = None
-) -> tuple[int, float]:
-    """Fork, run an action, and return its exit code and how long it took."""
-    started = time.monotonic()
+def live(folder: Path, run: str, action: Callable[[], None]) -> int:
+    """Fork, run an action, and return its exit code."""
     child = os.fork()
     if child == 0:
         output = os.open(folder / f"{run}-output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -201,11 +174,7 @@ def live(
             traceback.print_exc()
         finally:
             os._exit(code)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code, time.monotonic() - started
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def run_case(folder: Path, name: str, case: dict[str, Any], whole: dict[str, Any]) -> list[str]:
@@ -226,8 +195,7 @@ def run_case(folder: Path, name: str, case: dict[str, Any], whole: dict[str, Any
     codes = []
     for number, how in enumerate([*case["kill"], None]):
         action = train if number == 0 else resume
-        seconds = how[1] * whole["seconds"] if how and how[0] == "time" else None
-        codes.append(live(folder, name, life(how, action), seconds)[0])
+        codes.append(live(folder, name, life(how, action)))
     if case["kill"] and codes[0] != -signal.SIGKILL:
         kind = case["kill"][0][0]
         return [] if kind != "point" and codes[0] == 0 else [f"was not killed: {codes}"]
@@ -305,10 +273,9 @@ def undisturbed(folder: Path) -> dict[str, Any]:
         sys.setprofile(None)
         (folder / "calls").write_text(str(calls[0]))
 
-    code, seconds = live(folder, "whole", action)
+    code = live(folder, "whole", action)
     assert code == 0, (folder / "whole-output").read_text()[-2000:]
     return {
-        "seconds": seconds,
         "calls": int((folder / "calls").read_text()),
         "weights": load_file(folder / "whole/checkpoint/policy.safetensors"),
     }

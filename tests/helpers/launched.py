@@ -4,8 +4,6 @@ The libraries are imported once; the processes of a launch are forks of this one
 the same environment variables that torchrun sets. Each leaves what it saw in ``FOLDER``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Tests of what random numbers should be distributed like."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

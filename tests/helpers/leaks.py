@@ -6,8 +6,6 @@ libraries are imported once) that goes through the command line; ``FOLDER/<scena
 its run folder and ``output``, all that it wrote to the terminal.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -209,50 +207,55 @@ def in_round(leak: Callable[[Any], None]) -> Callable[[], None]:
     return plant
 
 
-def add_metric(given: Any) -> None:
-    run, _, _, scores = given
-    with open(run.folder.metrics, "a") as file:
-        file.write(json.dumps({"reward": float(scores.values.max())}) + "\n")
-
-
-def save_scores(given: Any) -> None:
+def into_files(given: Any) -> None:
     from safetensors.torch import save_file
 
-    run, _, _, scores = given
-    save_file({"r": torch.from_numpy(scores.values).float()}, run.folder.checkpoint / "r")
+    run, _, responses, scores = given
+    folder, prompts = run.folder, responses.prompts
+    with open(folder.metrics, "a") as file:
+        file.write(json.dumps({"reward": float(scores.values.max())}) + "\n")
+    save_file({"r": torch.from_numpy(scores.values).float()}, folder.checkpoint / "r")
+    torch.save(responses.tokens, folder.path / "tokens.pt")
+    text = base64.b64encode(f"ab{prompts.prompts[0]}".encode())
+    (folder.path / "debug").write_bytes(text)
+    (folder.path / f"user-{prompts.columns['note'][0]}").touch()
 
 
-def save_tokens(given: Any) -> None:
-    run, _, responses, _ = given
-    torch.save(responses.tokens, run.folder.path / "tokens.pt")
+def into_streams(given: Any) -> None:
+    """Print, warn and log, each in a spelling of its own."""
+    prompts = given[2].prompts
+    print(prompts.prompts)
+    warnings.warn(prompts.prompts[0][::-1], stacklevel=1)
+    logging.error("%s", prompts.prompts[0].encode().hex())
+    logging.error("%s", prompts.columns["count"])
 
 
-def encoded(given: Any) -> None:
-    run, _, responses, _ = given
-    text = base64.b64encode(f"ab{responses.prompts.prompts[0]}".encode())
-    (run.folder.path / "debug").write_bytes(text)
+def with_a_model_card() -> None:
+    dprlhf.training.trainer.model_card = lambda *_: f"tuned on {TEXT}"
+    in_round(into_files)()
 
 
-PLANTED: dict[str, Callable[[], None]] = {
-    "a-raw-reward-in-the-metrics": in_round(add_metric),
-    "rewards-in-a-checkpoint": in_round(save_scores),
-    "tokens-in-a-file": in_round(save_tokens),
-    "a-prompt-in-base64": in_round(encoded),
-    "a-printed-prompt": in_round(lambda g: print(g[2].prompts.prompts)),
-    "a-warning": in_round(lambda g: warnings.warn(str(g[2].prompts.prompts), stacklevel=1)),
-    "a-log-line": in_round(lambda g: logging.error("%s", g[2].prompts.prompts)),
-    "a-column-in-a-log-line": in_round(lambda g: logging.error("%s", g[2].prompts.columns)),
-    "a-user-in-a-file-name": in_round(
-        lambda g: (g[0].folder.path / f"user-{g[2].prompts.columns['who'][0]}").touch()
+def with_its_text() -> None:
+    dprlhf.training.build._one_line_errors = as_it_is
+    fails_in(dprlhf.training.reinforcement, "score_private")()
+
+
+PLANTED: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "leaks-into-files": (
+        with_a_model_card,
+        {
+            "run/metrics.jsonl: number", "run/checkpoint/r: float", "run/tokens.pt: token ids",
+            "run/debug: base64+2", "run/policy/README.md: text",
+            f"run/user-{TEXT}: its name",
+        },
     ),
-    "an-exception-with-its-text": lambda: (
-        setattr(dprlhf.training.build, "_one_line_errors", as_it_is)
-        or fails_in(dprlhf.training.reinforcement, "score_private")()
+    "leaks-into-streams": (
+        in_round(into_streams),
+        {f"output: {kind}" for kind in ("text", "reversed", "hex", "integer")},
     ),
-    "a-model-card-that-quotes": lambda: setattr(
-        dprlhf.training.trainer, "model_card", lambda *_: f"tuned on {TEXT}"
-    ),
-}
+    "an-exception-with-its-text": (with_its_text, {"output: text"}),
+}  # fmt: skip
+"""What is planted, and where the search must find it."""
 
 
 def scenario(folder: Path, name: str, prepare: Callable[[], None] | None = None) -> None:
@@ -300,7 +303,8 @@ BAD_DATA["other-data"] = longer
 def main(folder: Path) -> None:
     prepare_to_fork()
     tiny.save(folder / "model")
-    everything = dict.fromkeys(["a-careless-reward", *BAD_DATA]) | CARRIED_ON | FAILURES | PLANTED
+    planted = {name: plant for name, (plant, _) in PLANTED.items()}
+    everything = dict.fromkeys(["a-careless-reward", *BAD_DATA]) | CARRIED_ON | FAILURES | planted
     for number, (name, prepare) in enumerate(everything.items()):
         if number >= SIDE_BY_SIDE:
             os.wait()

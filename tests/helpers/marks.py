@@ -1,7 +1,5 @@
 """Marks of parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

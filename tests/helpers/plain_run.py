@@ -5,8 +5,6 @@ the lines of the package's modules that were loaded, the files between the comma
 optimizer's step, and with ``--functions`` the number of functions that ran before the first round.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """Tiny policies in float64 whose trained parameters are all away from zero."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

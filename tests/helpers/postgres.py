@@ -1,7 +1,5 @@
 """A PostgreSQL server of one's own, in a temporary folder, reached through a Unix socket only."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

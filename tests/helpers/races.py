@@ -4,8 +4,6 @@ The processes are forks of this one, which has loaded everything: they start wit
 one another. Used by the tests and by ``scripts/soundness/budget.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

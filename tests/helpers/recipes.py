@@ -1,7 +1,5 @@
 """A small recipe, changes to it, and the message with which it is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Risk by simulation: the likelihood ratio of a plan's dominating pair, drawn."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A round without a trainer, and a gate that adds no noise and remembers what it was given."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar

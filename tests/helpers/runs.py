@@ -1,7 +1,5 @@
 """Whole runs on a tiny model: settings, a reward, and what a run leaves in its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Responses of tiny policies to a few prompts, for the tests of sampling."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

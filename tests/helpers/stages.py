@@ -1,7 +1,5 @@
 """Supervised stages on a tiny model: a policy in float64, rows of users, and their clipped sum."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models and tokenizers, made in memory, with the real classes and file formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Control tasks: dynamics against Gymnasium, gradients against autograd, tables in miniature."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Control tasks' updates on neighbouring sets of users, and against sums written out by steps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

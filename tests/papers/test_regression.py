@@ -1,8 +1,6 @@
 """Private least squares: ground truth without noise, sensitivities, the exponential mechanism's
 law, and what the printed constants really spend."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """An adapter's start from public activations, against the definitions in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

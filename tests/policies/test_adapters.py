@@ -1,7 +1,5 @@
 """The adapters by name: what they train, where they start, and how they are stored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy without an adapter, and with checkpoints in its layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +156,6 @@ def test_a_prompt_with_a_token_beyond_the_model_is_refused_and_not_quoted() -> N
         policy.render([{"role": "user", "content": "<image>"}])
     with pytest.raises(DprlhfError, match="tokens beyond"):  # a reward sees the text before the cut
         policy.encode(["<image> is cut off"], 3)
-
-
-@pytest.mark.parametrize("added", [True, False])
-def test_padding_is_a_token_that_the_model_has_an_embedding_for(added: bool) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = "[PAD]" if added else None
-    if added:
-        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        assert tokenizer.pad_token_id == 257
-    policy = make_policy(tiny.model(), tokenizer, recipe.Adapter())
-    assert policy.tokenizer.pad_token_id == policy.tokenizer.eos_token_id == 0
 
 
 @pytest.mark.parametrize("special", ["beyond", "none"])

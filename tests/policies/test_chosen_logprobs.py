@@ -1,7 +1,5 @@
 """Log-probabilities of chosen tokens, read off the logits a part at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

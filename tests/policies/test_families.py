@@ -1,7 +1,5 @@
 """Families of models: windows, states, positions of their own, image towers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probabilities from hidden states, without logits for all tokens at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

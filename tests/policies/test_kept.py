@@ -1,7 +1,5 @@
 """What sampling keeps for the gradient pass: the same numbers, for less work."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models that Opacus has wrapped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import DataParallel

@@ -1,7 +1,5 @@
 """The server-side optimizers and learning rates."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -38,25 +36,6 @@ def test_without_noise_the_corrected_adam_is_adam(betas: tuple[float, float]) ->
         run(mine, GRADIENTS, 0.0), run(plain, GRADIENTS, 0.0), rtol=1e-9, atol=0
     )
     assert not torch.allclose(run(mine, GRADIENTS, 0.5), run(plain, GRADIENTS, 0.5), rtol=1e-2)
-
-
-def test_the_correction_by_hand() -> None:
-    """One step: m̂ = g and v̂ = g², so the step is g / (√max(g² − σ², 0.1 σ²) + 1e-8)."""
-    spec = spec_of(name="adam-corrected", learning_rate=0.1)
-    g = torch.tensor([[5.0, -5.0, 3.5, 3.0, 1.0, 0.0]], dtype=torch.float64)
-    root = np.sqrt([16, 16, 3.5**2 - 9, 0.9, 0.9, 0.9])
-    expected = -0.1 * g[0].numpy() / (root + 1e-8)
-    np.testing.assert_allclose(run(spec, g, 3.0), expected, rtol=1e-9)
-
-
-def test_the_normalized_step_by_hand() -> None:
-    """Each of two steps has the length lr along its momentum: (3, 4), then (−0.5, −1)."""
-    spec = spec_of(name="normalized-sgd", learning_rate=0.5, momentum=0.5)
-    first, second = np.array([3.0, 4.0]), np.array([-2.0, -3.0])
-    buffer = 0.5 * first + second  # (−0.5, −1)
-    expected = -0.5 * (first / 5 + buffer / math.sqrt(1.25))
-    moved = run(spec, torch.tensor(np.stack([first, second])), 1.0)
-    np.testing.assert_allclose(moved, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])

@@ -1,7 +1,5 @@
 """A frozen base in 4 or 8 bit: what is taken, and that rows stay apart."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is saved beside the weights is as it was before the first round, whatever the rounds do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Responses behind one copy of their prompt: the same numbers, for less work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

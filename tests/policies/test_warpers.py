@@ -1,7 +1,5 @@
 """Top-k, top-p, min-p and the repetition penalty, against transformers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Ground truth: quadrature for T = 2, importance sampling with confidence interval
 the pld-accounting library, and closed forms of one Gaussian from its two tail probabilities.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """Plans in small steps: what one costs nowhere jumps where its terms hardly change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

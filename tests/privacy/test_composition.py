@@ -1,7 +1,5 @@
 """The total of several runs against independent evaluations of the same two expectations."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -76,13 +74,6 @@ def test_gaussians_compose_in_closed_form() -> None:
 
 
 @pytest.mark.slow
-def test_two_equal_allocations_cost_what_two_participations_do() -> None:
-    twice = Mechanism(1.0, 32, participations=2)
-    pair = total_epsilon([Mechanism(1.0, 16)] * 2, DELTA).epsilon
-    assert pair == pytest.approx(epsilon(twice, DELTA).epsilon, rel=2e-3)
-
-
-@pytest.mark.slow
 def test_poisson_runs_compose_too() -> None:
     """Rounds of one rate cost the same in two runs as in one, and sampling hides nobody at 1."""
     run, both = (Mechanism(1.0, t, "poisson", participations=t // 2) for t in (4, 8))
@@ -110,15 +101,6 @@ def test_a_total_counts_all_releases_of_a_round(partition: Any, adjacency: Any) 
     assert totals[0] > epsilon(one, DELTA).epsilon
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
-def test_a_stream_costs_in_a_total_what_fixed_batches_do(adjacency: Any) -> None:
-    beside = Mechanism(1.0, 8, adjacency=adjacency)
-    runs = [Mechanism(1.5, 8, partition, adjacency) for partition in ("stream", "fixed")]
-    stream, fixed = (total_epsilon([run, beside], DELTA).epsilon for run in runs)
-    assert stream == fixed > epsilon(runs[1], DELTA).epsilon
-
-
 def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
     cheap, dear, other = (Mechanism(z, 4, "fixed", "zero-out") for z in (3.0, 1.0, 2.0))
     apart = [[i == j for j in range(3)] for i in range(3)]
@@ -132,16 +114,6 @@ def test_disjoint_users_pay_for_the_dearest_run_only() -> None:
     assert total_epsilon([cheap, dear, other], DELTA, mixed).epsilon == pytest.approx(
         max(together, found.epsilon)
     )
-
-
-def test_two_hundred_runs_have_a_total_at_once() -> None:
-    """Sets of runs are not enumerated: those of 25 disjoint runs would be 2²⁵."""
-    runs = [Mechanism(1.0 + i / 100, 4, "fixed", "zero-out") for i in range(200)]
-    apart = [[i == j for j in range(200)] for i in range(200)]
-    assert total_epsilon(runs, DELTA, apart).epsilon == epsilon(runs[0], DELTA).epsilon
-    equal = total_epsilon([GAUSSIAN] * 200, DELTA, apart)
-    assert equal.epsilon == epsilon(GAUSSIAN, DELTA).epsilon
-    assert "parallel" in equal.accountant
 
 
 def test_more_sets_of_runs_than_can_be_looked_at_cost_what_covers_them_all() -> None:

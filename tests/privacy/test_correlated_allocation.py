@@ -1,7 +1,5 @@
 """Correlated noise on random allocation: the bound against integrals, and the proof's own steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Correlated noise: the factorization, what the gate draws, and what it costs and brings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

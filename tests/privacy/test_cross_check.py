@@ -1,7 +1,5 @@
 """The published test vectors, and what other accountants say of the same plans."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Times of a run's files are a function of their content and of the day, never of the clock."""
 
-from __future__ import annotations
-
 import calendar
 import os
 import time

@@ -1,7 +1,5 @@
 """The gate: charge first, then noise of exactly zS, divided by a public constant."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

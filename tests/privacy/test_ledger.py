@@ -1,7 +1,5 @@
 """The ledger: durable before it returns, never charged twice, and it shows when it was altered."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Each partition is the one that was accounted for: laws, counts, secrecy, memory."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any

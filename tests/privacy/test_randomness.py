@@ -1,7 +1,5 @@
 """Noise has the stated law, streams are apart, and the key stays in."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import secrets

@@ -1,7 +1,5 @@
 """Risk in words, against closed forms and Monte Carlo of the likelihood ratio."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Rounded Gaussian noise: its law to the last digit, and a grid whose rounding it covers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The recipes of verifiable rewards, shrunk to a tiny model with a few questions of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which changed settings a recipe leaves without effect."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An update of another package: found by its entry point, validated, charged and shown like any."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe: nothing unknown or impossible gets through, and the message says what to write."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

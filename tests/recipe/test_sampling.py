@@ -1,7 +1,5 @@
 """The settings of sampling: what is off, and what does not go together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

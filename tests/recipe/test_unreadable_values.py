@@ -1,7 +1,5 @@
 """Values that YAML cannot read, and settings that are gone: one line names each."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The map of the folders: the same in docs/architecture.md, in the package's docstring, on disk."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark compares updates that do the same work."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ``make demo`` prints and keeps, on a tiny model and made-up reviews."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of the Extend page work: built in a copy of the source, their tests pass."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

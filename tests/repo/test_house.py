@@ -3,8 +3,6 @@
 ``docs/architecture.md`` shows the rooms; ``tests/helpers/house.py`` reads them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """The kernel, what must be right for ε to be true, is closed, small, and named on one page."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

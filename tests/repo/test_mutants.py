@@ -3,8 +3,6 @@
 ``make mutants`` plants them all; ``tests/mutants/README.md`` says which test caught which.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

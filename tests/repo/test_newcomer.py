@@ -1,7 +1,5 @@
 """The first steps of docs/index.md, command by command, and the examples in all pages."""
 
-from __future__ import annotations
-
 import doctest
 import functools
 import re

@@ -1,7 +1,5 @@
 """Every proof note names functions that it covers, and they exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from functools import reduce

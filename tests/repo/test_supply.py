@@ -1,7 +1,5 @@
 """What comes in and what could slip out: no pickle, no hub telemetry, no secrets in the tree."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

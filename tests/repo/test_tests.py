@@ -1,7 +1,5 @@
 """The tests' own order: what tests share is in ``tests/helpers``, and no test imports another."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The figures behind docs/worth.md are those of docs/results/*.json."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

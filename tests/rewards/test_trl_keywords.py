@@ -1,7 +1,5 @@
 """Rewards as TRL 1.16 calls them: trainer_state, log_metric, log_extra, asynchronous, stateful."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A cache with room for what is to come: the same responses, and nothing is copied at a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer

@@ -1,7 +1,5 @@
 """Sampling: reproducible, independent of who else is there, and from the right distribution."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Decoding over fixed tensors samples what ordinary decoding does, also by replayed steps."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop strings, responses that did not end, and a run with every setting of sampling."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

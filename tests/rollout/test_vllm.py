@@ -1,7 +1,5 @@
 """Sampling by vLLM, with a stand-in that has the signatures of the pinned version."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole runs under a budget book: the reservation comes first, once, and is never forgotten."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

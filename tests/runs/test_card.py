@@ -1,7 +1,5 @@
 """What a run says about itself in words: never less than its numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

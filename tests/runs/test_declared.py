@@ -1,7 +1,5 @@
 """Models that another program trained privately: their cost is counted, never forgotten."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

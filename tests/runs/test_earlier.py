@@ -1,7 +1,5 @@
 """The terms of earlier runs: what a record of one must hold for the total to be right."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The evidence for an assessor: what it says, and which records it does not believe."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,7 +1,5 @@
 """The run folder: secrets stay in, and a crash at any moment leaves something that loads."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

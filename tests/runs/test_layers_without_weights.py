@@ -3,8 +3,6 @@
 A checkpoint of a masked language model has no pooler, and loading gives it random weights.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model cost its users travels with its weights: pushed, merged, copied or renamed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Many measurements side by side: kept as they end, and stopped with the call that asked."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The policy for others: uploaded with its card, or merged into the base model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report: it loads nothing, says what is wrong, and shows what a run published."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

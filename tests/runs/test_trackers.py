@@ -1,7 +1,5 @@
 """Trackers get what metrics.jsonl gets, no clock of a round, and never lose a run."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``dprlhf erase``: a withdrawn user has no part in later rounds, and nobody else is moved."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import shutil

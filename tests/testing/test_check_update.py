@@ -1,7 +1,5 @@
 """The shipped contracts refuse what they are there to refuse: one bad update for each check."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The choice of rounds and noise: its figures against simulations, and what it leaves out."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

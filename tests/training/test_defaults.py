@@ -1,7 +1,5 @@
 """One table of defaults: ``init`` and ``train``, ``train()`` and a TRL trainer make one run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,8 +1,5 @@
 """DP-DPO: gradients of users against autograd in float64, TRL's loss, and whole runs."""
 
-from __future__ import annotations
-
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-import dprlhf
 from dprlhf import recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training.dpo import PreferredAnswers, split_prompt
-from helpers import runs, tiny
+from helpers import tiny
 from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
-from helpers.stages import examples, moved, preferences, user_sums, wide_policy
+from helpers.stages import examples, moved, user_sums, wide_policy
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 2}
 PAIRS = [
@@ -168,29 +164,3 @@ def test_an_implicit_prompt_is_what_both_completions_begin_with() -> None:
     two = PreferredAnswers(implicit).encode(trained, examples(joined, implicit.data))
     assert torch.equal(one.tokens, two.tokens)
     assert torch.equal(one.mask, two.mask)
-
-
-@pytest.mark.slow
-def test_it_learns_without_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-    model = str(runs.save_sharp(tmp_path / "model"))
-    free = settings(
-        policy={"model_name_or_path": model, "adapter": ADAPTER},
-        privacy={"epsilon": math.inf},
-        data={"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
-        optimizer={"learning_rate": 0.05},
-        evaluation={
-            "data": {"path": "in-memory"},
-            "prompts": 4,
-            "declared_public": True,
-        },
-    )
-    public = preferences(100, 4)
-    given: dict[str, Any] = {"data": preferences(0, 40), "evaluation_data": public, "quiet": True}
-    run = dprlhf.train_stage(free, output_dir=tmp_path / "free", **given)
-    assert run.before["rewards/margins"].mean == 0.0
-    assert run.before["loss"].mean == pytest.approx(math.log(2))
-    assert run.after["rewards/margins"].mean > 0.02
-    assert run.after["rewards/accuracies"].mean == 1.0
-    last = json.loads((tmp_path / "free/evaluation.json").read_text())["after"]
-    assert set(last) == set(recipe.DPORecipe.public_losses)

@@ -1,7 +1,5 @@
 """Evaluation on public prompts: judges, what it measures beside the reward, and what it keeps."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logged feedback: gradients of users against autograd in float64, TRL's loss, and whole runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

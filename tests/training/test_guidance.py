@@ -1,7 +1,5 @@
 """Runs whose releases are in a subspace of public gradients: where it comes from, and resuming."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 # ruff: noqa: PT012 - what happens inside the block is what is tested
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

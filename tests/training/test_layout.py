@@ -1,7 +1,5 @@
 """What is tried before the first charge: the largest shapes, and that no row moves another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The private value of a policy from logs: its bound, its interval against a known truth, runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The planner on a whole recipe: what it measures, what it chooses, and that no prompt is read."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from typing import Any

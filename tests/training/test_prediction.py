@@ -1,7 +1,5 @@
 """The predicted reward: how far a plan moves the policy, and the formula on top."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

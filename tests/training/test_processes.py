@@ -1,7 +1,5 @@
 """Several processes are one: same sums, one noise, one ledger, and no harm when one dies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

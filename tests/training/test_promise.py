@@ -1,7 +1,5 @@
 """The default promise: neighbours have the same number of users, which a run publishes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a recipe: what is asked for once, a continued run keeps."""
 
-from __future__ import annotations
-
 from dprlhf.privacy import risk
 from dprlhf.recipe import make_recipe
 from dprlhf.training.recipe_plan import plan_of

@@ -1,7 +1,5 @@
 """The signal in users' contributions: unbiased, clipped as in a round, in a subspace or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The supervised stages: gradients against loops over users in float64, and whole pipelines."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Whole runs on a tiny model: learning, leaks, crashes, resume, several processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

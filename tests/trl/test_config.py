@@ -1,7 +1,5 @@
 """Every setting of TRL's configs is known, and each that is refused says why."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -1,7 +1,5 @@
 """``PrivateKTOTrainer``: TRL's signature and rows, and the recipe and run that it makes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

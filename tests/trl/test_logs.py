@@ -1,7 +1,5 @@
 """What a private trainer logs, name by name: released values, and apart from them public ones."""
 
-from __future__ import annotations
-
 from dprlhf.trl.logs import as_evaluation, as_logs
 
 METRICS = {

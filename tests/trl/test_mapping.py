@@ -1,7 +1,5 @@
 """Each setting of TRL's that is honoured or mapped changes the recipe as the table says."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """The private trainers take TRL's tools and environments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

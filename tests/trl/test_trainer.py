@@ -1,7 +1,5 @@
 """The private trainers run as ``dprlhf.train`` runs, and behave as TRL's do."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search: it finds what is better, is continued where it stopped, and says what it rests on."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path
@@ -174,20 +172,6 @@ def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int
     assert running.result().own.changes == {}
 
 
-def test_what_was_run_again_alone_decides_nothing(file: Path, simulated: Simulated) -> None:
-    """Time for one more run of the recipe as it is and for nothing to compare it with."""
-    simulated._noise = 0.0
-    running = search_for(file, trials=3)
-    while not running._enough():
-        running._line_up()
-        running._trial(lambda line: None)
-    running._study.enqueue_trial(running._to_confirm().params, user_attrs={"confirms": True})
-    running._trial(lambda line: None)
-    tuned = running.result()
-    assert tuned.best.changes == {"optimizer.learning_rate": 0.05}
-    assert tuned.best.score > tuned.own.score + 0.3
-
-
 def test_the_trials_of_another_search_are_refused(file: Path, simulated: Simulated) -> None:
     search_for(file)
     with pytest.raises(DprlhfError, match=r"another search \(users\)"):
@@ -232,11 +216,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "new.trials").is_file()
     assert not [*tmp_path.glob("runs*")]
     assert load_recipe("new.yaml").privacy.epsilon == 4
-
-
-def test_the_trials_on_other_public_prompts_are_refused(file: Path, simulated: Simulated) -> None:
-    search_for(file)
-    recipe = load_recipe(file)
-    others = public_rows(recipe, rows=[f"other {i}" for i in range(300)], scored=64)
-    with pytest.raises(DprlhfError, match=r"another search \(prompts\)"):
-        Search(recipe, others, KEYS, file.with_suffix(".trials"), users=400, stand_ins=400)

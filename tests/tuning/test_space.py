@@ -1,7 +1,5 @@
 """What is searched: values that the recipe takes, relative to its own."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs on public prompts in place of users: the same noise, no promise, and no row out of place."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from dataclasses import replace

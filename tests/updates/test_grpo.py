@@ -1,7 +1,5 @@
 """DP-GRPO: against autograd on the surrogate, against DP-PG, and one user at a time."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

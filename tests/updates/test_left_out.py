@@ -1,7 +1,5 @@
 """A response that did not end counts in no update; the user's other responses weigh as before."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DP-NPG and its oracles in a round: against F†∇J, plain loops and normal equations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """An oracle draws on its data as often as its plan charges for, neither more nor less."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DP-PPO: batched local training against a plain loop over users with a policy of their own."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DP-REBEL: against autograd on the true loss at θ_t and at a moved θ, and where it ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

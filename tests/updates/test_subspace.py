@@ -1,7 +1,5 @@
 """Releases in a subspace: what is clipped and released, held against autograd in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The released reward: bounded coordinates, and what can be read from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -15,7 +13,7 @@ from dprlhf.boundary import Released
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.rewards import Scores
 from dprlhf.updates.round import users_with_valid_scores
-from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
+from dprlhf.updates.telemetry import TelemetryCoordinates, ValidShare
 from helpers.batches import Shape, batch_of
 from helpers.rounds import some_users
 
@@ -73,13 +71,6 @@ def test_the_bound_is_reached() -> None:
 def test_without_a_clip_norm_the_scale_is_one() -> None:
     plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=math.inf)
     assert TelemetryCoordinates.from_plan(plan, R).norm == 0.14
-
-
-def test_no_share_no_coordinates() -> None:
-    telemetry = TelemetryCoordinates(0.0, R)
-    assert telemetry.count == 0
-    user, valid = np.array([0, 1, 1]), np.array([True, False])
-    assert telemetry.of_users(user, np.array([1.0, 2, 3]), valid).shape == (2, 0)
 
 
 def test_nobody_brings_nothing() -> None:
@@ -161,12 +152,6 @@ def test_a_mean_stays_in_the_reward_range() -> None:
     unit = 0.07 / math.sqrt(2)
     read = telemetry.read(Released(torch.tensor([5.0, 0.9]) * unit, 1), 1)
     assert read.mean == R
-
-
-def test_known_compares_with_three_standard_deviations() -> None:
-    assert ReleasedReward(None, None, 0.31, 0.1).known
-    assert not ReleasedReward(None, None, 0.29, 0.1).known
-    assert not ReleasedReward(None, None, 0.0, 0.0).known
 
 
 @pytest.mark.parametrize("users", [0.5, 2.0, 20.0])

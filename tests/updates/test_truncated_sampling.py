@@ -1,7 +1,5 @@
 """Each update's sum over users, with truncated sampling, against autograd through transformers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards by turn in the updates: against autograd, in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

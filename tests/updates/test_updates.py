@@ -1,7 +1,5 @@
 """DP-PG: baselines, weights, importance ratios, and which direction the sum points in."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
