@@ -237,7 +237,8 @@ def main(folder: Path) -> None:
     for count in (1, 2):
         name = f"guided-{count}"
         launch(count, folder, name, lambda n=name: train(folder, n, changes=SUBSPACE))
-    launch(1, folder, "reward-1", lambda: judge(folder, "reward-1"))
+    for count in (1, 2):
+        launch(count, folder, f"reward-{count}", lambda n=count: judge(folder, f"reward-{n}"))
     os.environ["DPRLHF_BOOK"] = str(folder / "book.db")
     Book.create(os.environ["DPRLHF_BOOK"], "all", epsilon=9.0, delta=1e-2, unit=None)
     for name in ("counted-2", "refused-2"):
