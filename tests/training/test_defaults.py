@@ -6,14 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from typer.testing import CliRunner
 
 import dprlhf
 from dprlhf.cli.app import app
+from dprlhf.cli.init import new_recipe
 from dprlhf.recipe import load_recipe
+from dprlhf.recipe.loading import recipe_from
 from dprlhf.training.defaults import with_defaults
-from dprlhf.trl import PrivateRLOOConfig, PrivateRLOOTrainer
+from dprlhf.trl import PrivateKTOConfig, PrivateRLOOConfig, PrivateRLOOTrainer
+from dprlhf.trl.mapping import feedback_recipe_of
 from helpers import tiny
 from helpers.runs import weights
 
@@ -93,3 +97,27 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     free = with_defaults(values, users=9, public=400, model="nowhere")
     assert free["update"]["subspace"]
     assert free["optimizer"]["name"] == "normalized-sgd"
+
+
+def test_a_stage_of_init_and_a_trl_trainer_have_one_recipe() -> None:
+    text = new_recipe(
+        model="gpt2", prompts="in-memory", user_column="user", public_prompts="in-memory",
+        epsilon=4.0, stage="feedback", users=300, public=400,
+    )  # fmt: skip
+    one: Any = recipe_from(yaml.safe_load(text), (), source="init")
+    config = PrivateKTOConfig(output_dir="x", privacy_epsilon=4.0, privacy_value_rounds=1)
+    two = feedback_recipe_of(config, model="gpt2", adapter=None, users=300, public=400)
+    for section in ("optimizer", "rounds", "evaluation"):
+        assert getattr(one, section) == getattr(two, section)
+    assert one.update.subspace == two.update.subspace
+    assert one.update.subspace.rank == 16
+    assert one.policy.adapter == two.policy.adapter
+    assert one.policy.adapter.init == "public-activations"
+
+
+def test_a_reward_model_has_its_own_steps_and_no_directions() -> None:
+    values = {"stage": "reward", "evaluation": {"data": {"path": "public"}}}
+    made = with_defaults(values, users=300, public=400, model="nowhere")
+    assert made["optimizer"] == {"learning_rate": 0.003}
+    assert "subspace" not in made["update"]
+    assert "init" not in made["policy"]["adapter"]

@@ -1,6 +1,7 @@
 """Runs whose releases are in a subspace of public gradients: where it comes from, and resuming."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from safetensors.torch import load_file
 import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.data.public import in_memory_prompts
+from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
-from dprlhf.recipe import make_recipe
+from dprlhf.recipe import STAGES, make_recipe
 from dprlhf.training import guidance
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
-from helpers.runs import save_sharp, train
+from helpers.runs import ADAPTER, save_sharp, train
+from helpers.stages import logs, people, preferences, stage_of_logs
 
 USERS = [f"user {i} says" for i in range(40)]
 PUBLIC = [f"public {'words ' * (i % 3)}{i}" for i in range(30)]
@@ -230,3 +233,118 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
     assert taken == {0: [(12, None)], 6: [(3, kept)] * 4, 24: [(12, kept)]}
     for room in (0, 6):
         torch.testing.assert_close(seen[room], seen[24], rtol=0, atol=1e-4)
+
+
+def stage_settings(stage: str, model: str, folder: Path, **update: Any) -> tuple[Any, Any, Any]:
+    """Return a recipe of a supervised stage with directions, private rows, and public rows."""
+    rows = {"sft": people, "dpo": preferences, "feedback": logs}.get(stage, preferences)
+    values = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user"},
+        "update": {"subspace": {"rank": 3, "prompts": 12}, **update},
+        "optimizer": {"name": "normalized-sgd", "learning_rate": 0.1},
+        "evaluation": {"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
+        "privacy": {"epsilon": 8.0},
+        "rounds": 3,
+        "output_dir": str(folder),
+    }
+    public = [
+        {k: v + " xyz"[: i % 4] if isinstance(v, str) else v for k, v in row.items()}
+        for i, row in enumerate(rows(100, 20))
+    ]
+    return STAGES[stage].model_validate(values), rows(0, 40), public
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_supervised_stage_releases_coordinates_along_public_directions(
+    stage: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its policy moves in the span of the directions alone, and a broken run goes on as it was."""
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    lengths: list[int] = []
+    release = Gate.release
+
+    def watched(self: Any, t: int, bounded: Any) -> Any:
+        lengths.append(len(bounded.total))
+        return release(self, t, bounded)
+
+    monkeypatch.setattr("dprlhf.privacy.gate.Gate.release", watched)
+    spec, rows, public = stage_settings(stage, model, tmp_path / "run")
+    seen: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+
+    def look(_: dict[str, Any]) -> None:
+        kept = load_file(tmp_path / "run/checkpoint/policy.safetensors")
+        seen.append((kept, subspace_in(tmp_path / "run")["directions"]))
+
+    given: dict[str, Any] = {"evaluation_data": public, "quiet": True}
+    result = dprlhf.train_stage(spec, data=rows, callbacks=[look], **given)
+    assert lengths == [3] * 3
+    (first, _), (second, directions) = seen[:2]
+    names = [re.sub(r"\.default|\.modules_to_save", "", n) for n in result.policy.parameters]
+    move = torch.cat([(second[name] - first[name]).flatten() for name in names])
+    assert move.norm() > 0.05
+    assert (move - directions.T @ (directions @ move)).norm() < 1e-5
+    assert any("along 3 directions" in line for line in
+               json.loads((tmp_path / "run/privacy.json").read_text())["released"])  # fmt: skip
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 2:
+            raise KeyboardInterrupt
+
+    again = spec.model_copy(update={"output_dir": str(tmp_path / "again")})
+    with pytest.raises(InterruptedRunError, match="resume"):
+        dprlhf.train_stage(again, data=rows, callbacks=[stop], **given)
+    resumed = dprlhf.resume_stage(tmp_path / "again", data=rows, **given)
+    for one, other in zip(*(r.policy.parameters.values() for r in (result, resumed)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_directions_need_no_public_feedback(model: str, tmp_path: Path) -> None:
+    """The sign of a row's gradient, which its label decides, leaves the span as it is."""
+    found = []
+    for liked in (None, True, False):
+        folder = tmp_path / str(liked)
+        spec, rows, public = stage_settings("feedback", model, folder)
+        public = [row if liked is None else {**row, "label": liked} for row in public]
+
+        def look(metrics: dict[str, Any], folder: Path = folder) -> None:
+            if metrics["round"] == 1:
+                directions = subspace_in(folder)["directions"].double()
+                found.append(directions.T @ directions)
+
+        dprlhf.train_stage(spec, data=rows, evaluation_data=public, callbacks=[look], quiet=True)
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    assert (found[0] - found[2]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluation": None}, "update.subspace needs public rows"),
+        ({"update": {"subspace": {"keep_perplexity": True}}}, "keep_perplexity is for"),
+        ({"optimizer": {"name": "adam-corrected"}}, "write adam or sgd"),
+        (
+            {"data": {"path": "a"}, "update": {"subspace": {"data": {"path": "a"}}}},
+            "update.subspace.data names the private users",
+        ),
+    ],
+)
+def test_a_stage_refuses_what_its_directions_cannot_have(
+    changes: dict[str, Any], message: str
+) -> None:
+    given = {"update": {"subspace": {"rank": 3}}, "evaluation": {"data": {"path": "b"}}} | changes
+    with pytest.raises((DprlhfError, ValueError), match=message):
+        stage_of_logs("x", Path("run"), **given)
+
+
+def test_an_unreadable_public_row_of_the_directions_is_refused_before_a_charge(
+    model: str, tmp_path: Path
+) -> None:
+    spec, rows, public = stage_settings("feedback", model, tmp_path / "run")
+    public[10]["label"] = None
+    with pytest.raises(DprlhfError, match=r"row 11"):
+        dprlhf.train_stage(spec, data=rows, evaluation_data=public, quiet=True)
+    ledger = read_ledger(tmp_path / "run/ledger.jsonl") if (tmp_path / "run").exists() else []
+    assert [e for e in ledger if e.kind == "charge"] == []

@@ -50,7 +50,7 @@ def test_the_arguments_are_those_of_trl() -> None:
         ({"per_device_train_batch_size": 5}, "update.batch_size", 5),
         ({"privacy_clip_norm": 0.5}, "update.clip_norm", 0.5),
         ({"learning_rate": 0.2}, "optimizer.learning_rate", 0.2),
-        ({}, "optimizer.learning_rate", 0.01),
+        ({}, "optimizer.learning_rate", 0.02),
         ({"max_completion_length": 9}, "data.max_completion_tokens", 9),
         ({"num_train_epochs": 2}, "privacy.participations", 2),
         ({"max_steps": 6}, "rounds", 6),

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from dprlhf.recipe.loading import recipe_from
-from dprlhf.training.defaults import adapter_for, config_of, rounds_for, with_defaults
+from dprlhf.training.defaults import with_defaults
 
 _HEAD = """\
 # Look before you run:  dprlhf {command} THIS.yaml --dry-run
@@ -22,16 +22,14 @@ _ABOUT = {
     "rewards": "their weighted sum is clipped to the range -reward_range to reward_range (3)",
     "rollout": "responses: 4 of at most max_new_tokens: 32 for each prompt; more cost time alone",
     "update": "directions from public rows that the evaluation leaves: less noise",
-    "feedback update": "the last round estimates what the tuned policy is worth",
+    "feedback update": "the last round estimates what the tuned policy is worth; directions from"
+    " public\n# rows mean less noise",
     "optimizer": "with a subspace, steps of a fixed length",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
     "rounds": "by the number of users; others: dprlhf plan --users {users} --epsilon {epsilon}",
     "evaluation": "public rows: measured before and after, at no privacy cost",
 }
 """What a recipe says above a section."""
-
-_RATES = {"sft": 0.01, "reward": 0.003, "dpo": 0.01, "feedback": 0.01}
-"""Learning rate of each supervised stage, as in the recipes of the pipeline."""
 
 
 def new_recipe(
@@ -69,13 +67,9 @@ def new_recipe(
     values["privacy"] = {"epsilon": epsilon, "delta": 1e-5}
     if public_prompts:
         values["evaluation"] = {"data": {"path": public_prompts}}
-    if stage == "rl":
-        values = with_defaults(values, users=users, public=public, model=model)
-    else:
-        values["policy"]["adapter"] = adapter_for(config_of(model), public_rows=False)
-        values |= {"optimizer": {"learning_rate": _RATES[stage]}, "rounds": rounds_for(users)}
-        if stage == "feedback":
-            values["update"] = {"value_rounds": 1}
+    if stage == "feedback":
+        values["update"] = {"value_rounds": 1}
+    values = with_defaults(values, users=users, public=public, model=model)
     text = _HEAD.format(command="train" if stage == "rl" else stage)
     for name, section in values.items():
         if section:

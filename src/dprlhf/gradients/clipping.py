@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,12 @@ from dprlhf.gradients.micro_batches import (
     language_model_rows,
     micro_batches,
     run_pass,
+    user_gradients,
 )
 from dprlhf.hardware import from_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
-from dprlhf.rollout import Responses, Tick
+from dprlhf.rollout import Tick
 
 if TYPE_CHECKING:
     from dprlhf.gradients.subspace import Subspace
@@ -137,6 +138,7 @@ def clipped_sum(
     batch_size: int,
     reduce: Callable[[torch.Tensor], torch.Tensor],
     most_users: int = MOST_USERS,
+    subspace: Subspace | None = None,
     tick: Tick | None = None,
 ) -> ClippedSum:
     """Return Σ_u clip(g_u, S) over all users of the round.
@@ -156,20 +158,25 @@ def clipped_sum(
         reduce: Sums a tensor over all processes. Each user must be on one process only.
         most_users: A public upper bound on the number of users in the round; it decides the margin
             for rounding.
+        subspace: A subspace, in whose coordinates gradients are clipped and summed; None for their
+            own.
         tick: Called with the number of rows done since the last call.
     """
     opened = open_private(weighted)
     responses, weights = opened.responses, opened.weights
-    if isinstance(policy, ExplicitPolicy):
-        given = policy.user_scores(responses, weights)
+    if subspace is not None or isinstance(policy, ExplicitPolicy):
+        gradients = user_gradients(
+            policy, responses, weights, batch_size=batch_size, rows=None, tick=tick
+        )
         return clipped_vectors(
-            Private((users, scores.sum(1)) for users, scores in given),
+            Private((users, whole[:, 0]) for users, _, whole, _ in gradients),
             policy.dimension,
             extra=Private(opened.extra),
             extra_norm=opened.extra_norm,
             clip_norm=clip_norm,
             reduce=reduce,
             most_users=most_users,
+            subspace=subspace,
         )
     responses = language_model_rows(responses)
     private = math.isfinite(clip_norm)
@@ -263,36 +270,3 @@ def _check_number(users: int, most_users: int) -> None:
 def vector_norm(clip_norm: float, extra_norm: float) -> float:
     """Return √(S² − e²), the L2 bound on a user's vector beside its extra coordinates."""
     return math.sqrt(clip_norm**2 - extra_norm**2)
-
-
-def recorded_by_user(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    weights: NDArray[np.float64],
-    *,
-    batch_size: int,
-) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
-    """Yield each micro-batch's users and what :func:`clipped_sum` computes their clipped sum from.
-
-    Users have the number −1 at a filler's place.
-
-    It differentiates, takes norms and sums as :func:`clipped_sum` does, and drops the sum: for
-    PUBLIC or made-up rows, to try shapes. Of a user in several passes it makes the first two, and
-    all only where each further one needs more memory.
-
-    Args:
-        policy: The policy π_θ.
-        responses: Public rows.
-        weights: Weight of each row's ∇ log π, ``[rows]``.
-        batch_size: Largest number of rows in a pass.
-    """
-    engine = engine_of(policy)
-    device = "cpu" if policy.device.type == "mps" else policy.device
-    for batch in micro_batches(responses, batch_size, alone=engine.alone):
-        for number, part in enumerate(batch.passes()):
-            if number < 2 or engine.grows:
-                run_pass(engine, policy, responses, weights, part, more=number > 0)
-        yield batch.users, engine.recorded()
-        norms, _ = engine.norms()
-        total = torch.zeros(policy.dimension, dtype=torch.float64, device=device)
-        engine.add_weighted_sum(clip_factors(norms, 1.0), total)

@@ -15,7 +15,7 @@ from dprlhf.gradients.per_user import PerUserGradients, gradient_of
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
-from dprlhf.rollout import Responses
+from dprlhf.rollout import Responses, Tick
 
 
 def language_model_rows(rows: Rows) -> Responses:
@@ -36,6 +36,7 @@ def user_gradients(
     *,
     batch_size: int,
     rows: int | None,
+    tick: Tick | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor, bool]]:
     """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
 
@@ -47,6 +48,7 @@ def user_gradients(
         batch_size: Number of rows differentiated at once.
         rows: Number of rows in a part; a user's rows are cut in their order. None makes one part
             of all rows of a user.
+        tick: Called with the number of rows done since the last call.
 
     Yields:
         The users, ``[users]``, −1 for a filler; the number of each part's first row, −1 for a
@@ -73,6 +75,8 @@ def user_gradients(
             parts = len(batch.users) if rows is None else len(part.rows) // rows
             more = rows is None and number > 1
             run_pass(engine, policy, responses, weights, part, parts=parts, more=more)
+            if tick is not None:
+                tick(int((part.rows >= 0).sum()))
             if rows is None and number < len(passes):
                 continue
             gradients = engine.gradients().view(len(batch.users), -1, policy.dimension)

@@ -47,3 +47,28 @@ class Subspace(Settings):
                 f" {2 * self.rank}"
             )
         return self
+
+    def check(self, *, public_rows: bool, optimizer: str, bands: int, rounds: int) -> None:
+        """Refuse a recipe whose other sections do not work with directions from public rows.
+
+        Args:
+            public_rows: Whether the evaluation names public rows.
+            optimizer: The optimizer's name.
+            bands: Number of bands of correlated noise; 1 for noise of its own in each round.
+            rounds: Number of rounds.
+        """
+        if self.data is None and not public_rows:
+            raise ValueError(
+                "update.subspace needs public rows: give update.subspace.data, or evaluation with"
+                " more rows than evaluation.prompts"
+            )
+        if optimizer == "adam-corrected":
+            raise ValueError(
+                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
+                " which it is not with update.subspace: write adam or sgd"
+            )
+        if bands > 1 and self.refresh < rounds:
+            raise ValueError(
+                "privacy.bands: noise of earlier rounds is taken back along the directions of"
+                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
+            )

@@ -18,6 +18,7 @@ from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
 from dprlhf.recipe.promise import check_promise
 from dprlhf.recipe.sections import Optimizer, Tracking
+from dprlhf.recipe.subspace import Subspace
 
 
 class Supervised(Settings):
@@ -28,10 +29,13 @@ class Supervised(Settings):
             in a non-private baseline.
         batch_size: Rows in one micro-batch of the backward pass. Larger is faster until memory runs
             out; it does not change the result beyond rounding.
+        subspace: Directions from the gradients of public rows, along which users' gradients are
+            released; null releases a coordinate for each trained parameter.
     """
 
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     batch_size: PositiveInt = 32
+    subspace: Subspace | None = None
 
     @property
     def releases(self) -> int:
@@ -114,7 +118,10 @@ class StageRecipe(Settings):
 
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""
-        return ["the noised mean gradient of each round, and what follows from it: the model"]
+        what, subspace = "the noised mean gradient of each round", self.update.subspace
+        if subspace is not None:
+            what += f", along {subspace.rank} directions from public gradients"
+        return [f"{what}, and what follows from it: the model"]
 
     @model_validator(mode="after")
     def _nothing_unread(self) -> StageRecipe:
@@ -130,12 +137,25 @@ class StageRecipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> StageRecipe:
+        subspace = self.update.subspace
         check_promise(
             self.privacy,
             clip_norm=self.update.clip_norm,
             data=self.data,
             public=self.evaluation.data if self.evaluation else None,
+            guides=subspace.data if subspace else None,
         )
+        if subspace is not None:
+            subspace.check(
+                public_rows=self.evaluation is not None,
+                optimizer=self.optimizer.name,
+                bands=self.privacy.bands,
+                rounds=self.rounds,
+            )
+            if subspace.keep_perplexity:
+                raise ValueError(
+                    "update.subspace.keep_perplexity is for dprlhf train: leave it out"
+                )
         self.trained.adapter.check(public_rows=self.evaluation is not None)
         if self.trained.adapter.contrast_column is not None:
             raise ValueError(

@@ -25,26 +25,17 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
                 f" update.name {update.name} steps along a regression's solution: write sgd"
             )
     if update.subspace is not None:
-        if update.subspace.data is None and recipe.evaluation is None:
-            raise ValueError(
-                "update.subspace needs public prompts: give update.subspace.data, or evaluation"
-                " with more rows than evaluation.prompts"
-            )
         if update.least_squares is not None:
             raise ValueError(
                 f"update.subspace: update.name {update.name} releases the answers of a regression,"
                 " not gradients: leave subspace out, or take pg, grpo or ppo"
             )
-        if recipe.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
-                " which it is not with update.subspace: write adam or sgd"
-            )
-        if recipe.privacy.bands > 1 and update.subspace.refresh < recipe.rounds:
-            raise ValueError(
-                "privacy.bands: noise of earlier rounds is taken back along the directions of"
-                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
-            )
+        update.subspace.check(
+            public_rows=recipe.evaluation is not None,
+            optimizer=recipe.optimizer.name,
+            bands=recipe.privacy.bands,
+            rounds=recipe.rounds,
+        )
     if recipe.rollout.mask_truncated and not update.leaves_rows_out:
         raise ValueError(
             "rollout.mask_truncated works with update.name"

@@ -29,7 +29,8 @@ DIRECTIONS = 16
 WIDE = 64
 """Least number of trained parameters for which so few directions save noise."""
 
-_STEPS = {"name": "normalized-sgd", "learning_rate": 0.4, "momentum": 0.6}
+STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 0.4, "momentum": 0.6}
+"""The step rule with a subspace."""
 
 
 def with_defaults(
@@ -44,14 +45,19 @@ def with_defaults(
     """
     made: dict[str, Any] = copy.deepcopy(dict(values))
     policy, evaluation = made.setdefault("policy", {}), made.get("evaluation")
-    config = config_of(model)
+    stage, config = made.get("stage", "rl"), config_of(model)
     if "adapter" not in policy:
-        policy["adapter"] = adapter_for(config, public_rows=evaluation is not None)
+        aligned = evaluation is not None and stage != "reward"
+        policy["adapter"] = adapter_for(config, public_rows=aligned)
     if "rounds" not in made:
         passes = made.get("privacy", {}).get("participations", 1)
         made["rounds"] = rounds_for(users, passes)
-    made.setdefault("rollout", {}).setdefault("batch_size", "auto")
-    update = made.setdefault("update", {})
+    update, works = made.setdefault("update", {}), stage != "reward"
+    if stage == "reward":
+        made.setdefault("optimizer", {"learning_rate": 0.003})  # a new head takes smaller steps
+    if stage == "rl":
+        made.setdefault("rollout", {}).setdefault("batch_size", "auto")
+        works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
     if evaluation is None or public is None or "subspace" in update or "optimizer" in made:
         return made
     taken = evaluation.get("prompts", min(EVALUATED, public // 2))
@@ -62,11 +68,10 @@ def with_defaults(
         width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
         layers = policy["adapter"].get("layers") or range(getattr(config, "num_hidden_layers", 0))
         wide = width // heads * len(layers) >= WIDE
-    works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
     if public - taken >= 2 * DIRECTIONS and wide and works:
         evaluation["prompts"] = taken
         update["subspace"] = {"rank": DIRECTIONS}
-        made["optimizer"] = dict(_STEPS)
+        made["optimizer"] = dict(STEPS)
     return made
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from dprlhf.runs.card import note_value
+from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import write_json
 from dprlhf.training.logged_value import LoggedValue, Value, of_users
 from dprlhf.training.rounds import released_values
@@ -238,8 +240,12 @@ class FromFeedback(Supervised):
     def __init__(self, recipe: FeedbackRecipe, *given: Any, **named: Any) -> None:
         super().__init__(recipe, *given, **named)
         self._logged = LoggedValue()
-        if recipe.update.value_rounds:
-            self.stateful = {"value": self._logged}
+
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """Also what was released of the value."""
+        logged = {"value": self._logged} if self.recipe.update.value_rounds else {}
+        return {**super().stateful, **logged}
 
     @property
     def _usual(self) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""The subspace of a round's releases, fitted to the gradients of PUBLIC prompts.
+"""The subspace of a round's releases, fitted to the gradients of PUBLIC rows.
 
-Public prompts are sampled from the current policy, scored and differentiated as the users' are,
-every few rounds. Nothing private is read: the policy is made of releases.
+Every few rounds, public rows are differentiated as the users' are, of the private updates after
+sampling and scoring. Nothing private is read: the policy is made of releases.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from dprlhf.updates.public_gradients import likelihood_gradients, public_gradien
 
 # The draws on public prompts need no secrecy, and a resumed run repeats them.
 _PUBLIC_KEY = bytes(32)
+
+Gradients = tuple[torch.Tensor, torch.Tensor | None]
+"""What public users would contribute, ``[users, dimension]``, and what the directions avoid."""
 
 
 class Guidance:
@@ -55,94 +60,53 @@ class Guidance:
                 " give update.subspace.data"
             )
 
-    def subspace(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
-        """Return the subspace of round ``batch.t``; every process calls this and gets the same."""
+    def subspace(
+        self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]
+    ) -> Subspace:
+        """Return the subspace of round ``batch.t``; every process calls this and gets the same.
+
+        Args:
+            gradients: Returns what public prompts would contribute.
+        """
         if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
-            self._subspace = self._fit(run, batch, scorer)
+            self._subspace = self._fit(run, batch, gradients)
         # Where users' gradients are: they may be millions of numbers, in each micro-batch.
         self._subspace = self._subspace.on(run.policy.device)
         return self._subspace
 
-    def _fit(self, run: Run, batch: Batch, scorer: Scorer) -> Subspace:
-        settings, processes = run.recipe, run.processes
-        assert isinstance(settings, Recipe)
+    def _fit(self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]) -> Subspace:
+        processes = run.processes
         # The draw follows from the seed and the round.
-        drawn = self._guides.draw(
+        prompts = self._guides.draw(
             self._settings.prompts, np.random.default_rng([self._seed, batch.t])
         )
-        prompts = with_factors(drawn, settings)
         own = processes.share(np.arange(len(prompts)))
         batch.bar.start("public gradients", Private(own))
 
-        def of_all(gradients: torch.Tensor) -> torch.Tensor:
-            found = gradients.new_zeros(len(prompts), run.policy.dimension)
-            found[own] = gradients
+        def of_all(vectors: torch.Tensor) -> torch.Tensor:
+            found = vectors.new_zeros(len(prompts), run.policy.dimension)
+            found[own] = vectors
             return processes.sum(found)
 
-        gradients, likelihood = self._gradients(run, batch, prompts.take(own), scorer)
-        found = of_all(gradients)
+        vectors, avoided = gradients(prompts.take(own))
+        found = of_all(vectors)
         if not bool(found.nan_to_num().any()):
             if self._subspace is not None:
                 return self._subspace  # where all scores are alike there is nothing to be learned
-            cut = settings.rollout.mask_truncated
             raise DprlhfError(
-                "update.subspace (null leaves it out): no public prompt has a gradient: "
-                + ("its responses do not end (rollout.mask_truncated), " if cut else "")
-                + "the rewards score all responses to it alike, or fail on it; do its rows have the"
-                " columns that they name?"
+                "update.subspace (null leaves it out): no public prompt has a gradient: all its"
+                " responses are scored or labelled alike, fail, or do not end"
+                " (rollout.mask_truncated); do its rows have the columns that rewards name?"
             )
         fitted = fit_subspace(
             found,
             self._settings.rank,
             clip_norm=run.plan.clip_norm,
             mean_first=self._settings.mean_first,
-            avoid=None if likelihood is None else of_all(likelihood),
+            avoid=None if avoided is None else of_all(avoided),
         )
         shared: Subspace = processes.from_main(fitted)
         return shared
-
-    def _gradients(
-        self, run: Run, batch: Batch, prompts: Prompts, scorer: Scorer
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what each of these prompts would contribute."""
-        settings = run.recipe
-        assert isinstance(settings, Recipe)
-        count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
-        gradients, likelihoods = [], []
-        for places in np.array_split(np.arange(len(prompts)), count):
-            rollout = settings.rollout
-            if rollout.base_policy == "on-policy":
-                rollout = public_sampling_settings(rollout, len(places), rollout.responses)
-            responses = sample(
-                run.policy,
-                prompts.take(places),
-                rollout,
-                key=_PUBLIC_KEY,
-                context=("subspace", self._seed, batch.t),
-                max_prompt_tokens=settings.data.max_prompt_tokens,
-                keep="gradients" if keeps else None,
-            )
-            gradients.append(
-                public_gradients(
-                    run.policy,
-                    responses,
-                    score_responses(scorer, responses),
-                    update=settings.update,
-                    kl=settings.kl,
-                    reward_range=settings.reward_range,
-                    optimizer=run.optimizer,
-                    t=batch.t,
-                    tick=batch.tick,
-                )
-            )
-            if self._settings.keep_perplexity:
-                size, optimizer = settings.update.batch_size, run.optimizer
-                likelihoods.append(
-                    likelihood_gradients(
-                        run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
-                    )
-                )
-        return torch.cat(gradients), torch.cat(likelihoods) if likelihoods else None
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, all of them public or released."""
@@ -155,6 +119,54 @@ class Guidance:
         """Restore what :meth:`state` returned."""
         if state:
             self._subspace = Subspace(state["directions"], float(state["scale"]))
+
+
+def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -> Gradients:
+    """Return what PUBLIC prompts would contribute to a private update, once sampled and scored.
+
+    With ``update.subspace.keep_perplexity`` the directions avoid the gradient of the likelihood.
+    """
+    settings = run.recipe
+    assert isinstance(settings, Recipe)
+    subspace = settings.update.subspace
+    assert subspace is not None
+    prompts = with_factors(prompts, settings)
+    count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
+    gradients, likelihoods = [], []
+    for places in np.array_split(np.arange(len(prompts)), count):
+        rollout = settings.rollout
+        if rollout.base_policy == "on-policy":
+            rollout = public_sampling_settings(rollout, len(places), rollout.responses)
+        responses = sample(
+            run.policy,
+            prompts.take(places),
+            rollout,
+            key=_PUBLIC_KEY,
+            context=("subspace", settings.seed, batch.t),
+            max_prompt_tokens=settings.data.max_prompt_tokens,
+            keep="gradients" if keeps else None,
+        )
+        gradients.append(
+            public_gradients(
+                run.policy,
+                responses,
+                score_responses(scorer, responses),
+                update=settings.update,
+                kl=settings.kl,
+                reward_range=settings.reward_range,
+                optimizer=run.optimizer,
+                t=batch.t,
+                tick=batch.tick,
+            )
+        )
+        if subspace.keep_perplexity:
+            size, optimizer = settings.update.batch_size, run.optimizer
+            likelihoods.append(
+                likelihood_gradients(
+                    run.policy, responses, batch_size=size, optimizer=optimizer, t=batch.t
+                )
+            )
+    return torch.cat(gradients), torch.cat(likelihoods) if likelihoods else None
 
 
 def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) -> tuple[int, bool]:

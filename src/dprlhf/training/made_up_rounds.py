@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.gradients.clipping import recorded_by_user
+from dprlhf.gradients.clipping import clip_factors
 from dprlhf.gradients.engine_check import check_padding, choose_engine
-from dprlhf.gradients.micro_batches import micro_batches, user_gradients
+from dprlhf.gradients.micro_batches import engine_of, micro_batches, run_pass, user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
 from dprlhf.rollout import Responses
@@ -232,6 +232,26 @@ def contributions(
             yield users, [gradients]
     else:
         yield from recorded_by_user(policy, rows, weights, batch_size=size)
+
+
+def recorded_by_user(
+    policy: CausalLMPolicy, rows: Responses, weights: NDArray[np.float64], *, batch_size: int
+) -> Iterator[tuple[NDArray[np.int64], list[torch.Tensor]]]:
+    """Yield users and what :func:`clipped_sum` computes their part of the sum from.
+
+    It differentiates, takes norms and sums as that does, and drops the sum. Of a user in several
+    passes it makes the first two, and all only where each further one needs more memory.
+    """
+    engine = engine_of(policy)
+    device = "cpu" if policy.device.type == "mps" else policy.device
+    for batch in micro_batches(rows, batch_size, alone=engine.alone):
+        for number, part in enumerate(batch.passes()):
+            if number < 2 or engine.grows:
+                run_pass(engine, policy, rows, weights, part, more=number > 0)
+        yield batch.users, engine.recorded()
+        norms, _ = engine.norms()
+        total = torch.zeros(policy.dimension, dtype=torch.float64, device=device)
+        engine.add_weighted_sum(clip_factors(norms, 1.0), total)
 
 
 def _weights(rows: Responses) -> NDArray[np.float64]:

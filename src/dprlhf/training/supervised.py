@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import RunFolder, write_json
 from dprlhf.runs.publish import UnmergeableError, merge, write_merged
 from dprlhf.training.example_tokens import check_template
+from dprlhf.training.guidance import Gradients, Guidance
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.measures import RewardEstimate, as_metrics, estimate
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
@@ -48,6 +48,7 @@ from dprlhf.training.supervised_rows import (
 )
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.timing import seconds_a_row
+from dprlhf.updates.public_gradients import weighted_gradients
 
 Losses = dict[str, RewardEstimate]
 """The mean of each public metric of a task (``loss``, ``accuracy``), with its standard error."""
@@ -113,8 +114,6 @@ class Supervised:
         widths: The largest numbers of tokens before what is learnt, and of what is learnt.
     """
 
-    stateful: Mapping[str, Stateful] = MappingProxyType({})
-
     def __init__(
         self,
         recipe: StageRecipe,
@@ -129,9 +128,15 @@ class Supervised:
         self.task = task
         self._made_up: list[Prompts] = []
         self.public: Prompts | None = None
+        self.guidance: Guidance | None = None
         self._tokens = tokens
         self._widths = widths
         self._load = load
+
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """The directions of a round's release, if there are any."""
+        return {} if self.guidance is None else {"subspace": self.guidance}
 
     @property
     def rows_a_user(self) -> int:
@@ -194,30 +199,33 @@ class Supervised:
         recipe, public = self.recipe, prepared.public
         self.public = evaluated(recipe, public)
         if self.public is not None and public is not None:
-            self._check_public(prepared.policy, public, self.public)
+            self._check_public(prepared.policy, public, self.public.users, "evaluation.data")
         if recipe.trained.adapter.init == "public-activations" and public is not None:
             fitted = held_out(recipe, public)
-            self._check_public(prepared.policy, public, fitted)
+            self._check_public(prepared.policy, public, fitted.users, "evaluation.data")
             some = self.task.encode(prepared.policy, fitted)
             align_with_activations(
                 prepared.policy, some.tokens, some.mask, recipe.update.batch_size
             )
 
-    def _check_public(self, policy: CausalLMPolicy, public: Users, rows: Prompts) -> None:
+    def _check_public(
+        self, policy: CausalLMPolicy, public: Users, rows: NDArray[np.int64], key: str
+    ) -> None:
         """Refuse unreadable public rows, which would end the run after its first charge."""
 
         def read(some: NDArray[np.int64]) -> None:
             self.task.encode(policy, public.select(some, missing=False))
 
-        found = failure_message(partial(read, rows.users), quoted=False)
-        if not found:
-            return
-        for row in rows.users:
-            if alone := failure_message(partial(read, np.array([row])), quoted=False):
-                found = f"{alone} (row {row + 1})"
-                break
-        where = "evaluation." if found.startswith("data.") else "evaluation.data: "
-        raise DprlhfError(where + found)
+        for part in np.array_split(rows, -(-len(rows) // 1024) or 1):
+            found = failure_message(partial(read, part), quoted=False)
+            if not found:
+                continue
+            for row in part:
+                if alone := failure_message(partial(read, np.array([row])), quoted=False):
+                    found = f"{alone} (row {row + 1})"
+                    break
+            where = key.removesuffix("data") if found.startswith("data.") else f"{key}: "
+            raise DprlhfError(where + found)
 
     @property
     def shapes(self) -> Shapes:
@@ -233,7 +241,16 @@ class Supervised:
         )
 
     def load(self, prepared: PreparedRun) -> None:
-        """Load nothing: a supervised stage needs only its model and rows."""
+        """Check the public rows of ``update.subspace``; everything else is loaded before."""
+        spec = self.recipe.update.subspace
+        if spec is None:
+            return
+        assert prepared.guides is not None
+        guides, key = prepared.guides, "update.subspace.data" if spec.data else "evaluation.data"
+        self.guidance = Guidance(spec, guides, self.recipe.seed)
+        self.guidance.check(prepared.policy.dimension)
+        rows = np.arange(guides.first, guides.rows.count)
+        self._check_public(prepared.policy, guides.rows, rows, key)
 
     def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
         """Take the loss of a public row, and write the merged model."""
@@ -257,6 +274,9 @@ class Supervised:
 
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Release the clipped sum of the users' loss gradients, and step along it."""
+        subspace = None
+        if self.guidance is not None:
+            subspace = self.guidance.subspace(run, batch, partial(self._gradients, run))
         batch.bar.start("gradients", batch.users)
         batch_size = self.recipe.update.batch_size
 
@@ -272,11 +292,20 @@ class Supervised:
             batch_size=batch_size,
             reduce=run.processes.sum,
             most_users=run.plan.users,
+            subspace=subspace,
             tick=batch.tick,
         )
         released = batch.release(clipped.bounded)
+        if subspace is not None:
+            released = released.map(subspace.lift)
         ascend(run.policy.parameters.values(), run.optimizer, released)
         return Outcome(released, clipped.norms, {}, Private({}))
+
+    def _gradients(self, run: Run, public: Prompts) -> Gradients:
+        """Return what PUBLIC rows would contribute."""
+        encoded, size = self.task.encode(run.policy, public), self.recipe.update.batch_size
+        weights = self.task.weights(run.policy, encoded, size)
+        return weighted_gradients(run.policy, encoded, weights, size), None
 
     def encoded(self, run: Run, users: NDArray[np.int64]) -> Responses:
         """Return the rows of some users that can be read, as tokens."""
@@ -306,7 +335,10 @@ class Supervised:
         size = self.recipe.update.batch_size
         some = self.public.first(size)
         of_row = seconds_a_row(run.policy, self.task, some, size, run.plan.clip_norm)
-        return of_row * run.plan.expected_batch_size * self.recipe.data.prompts_in_round
+        rows = run.plan.expected_batch_size * self.recipe.data.prompts_in_round
+        if run.guides is not None and (spec := self.recipe.update.subspace) is not None:
+            rows += min(spec.prompts, run.guides.count) / spec.refresh
+        return of_row * rows
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public rows after round t."""

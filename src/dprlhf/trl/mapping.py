@@ -12,7 +12,7 @@ from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
 from dprlhf.recipe.generation import rollout_settings
 from dprlhf.recipe.loading import recipe_from
 from dprlhf.recipe.trl_names import update_settings
-from dprlhf.training.defaults import adapter_for, config_of, rounds_for, with_defaults
+from dprlhf.training.defaults import with_defaults
 from dprlhf.trl.config import AUTO, PrivacyFields, PrivateRLOOConfig, defaults
 
 if TYPE_CHECKING:
@@ -89,19 +89,26 @@ def recipe_of(
         "seed": args.seed,
         "output_dir": args.output_dir,
     }
+    if not public and _steps(args):
+        raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
+    values = _completed(values, args, users=users, public=public, model=model)
+    return make_recipe(values, source=type(config).__name__)
+
+
+def _completed(
+    values: dict[str, Any], args: Any, *, users: int, public: int, model: Any
+) -> dict[str, Any]:
+    """Return settings with the evaluation, the optimizer, and the defaults of what is not given."""
     if public:
         values["evaluation"] = _evaluation(args)
-    elif str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps":
-        raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
-    if any(getattr(args, name) != default for name, default in _step_rule(type(config)).items()):
+    if any(getattr(args, name) != default for name, default in _step_rule(type(args)).items()):
         values["optimizer"] = {}  # some of it is given, and the rest are the recipe's defaults
     values = with_defaults(values, users=users, public=public or None, model=model)
-    rounds = values["rounds"]
     if values.get("optimizer") == {}:
-        values["optimizer"] = _optimizer(args, rounds)
+        values["optimizer"] = _optimizer(args, values["rounds"])
     if public:
-        values["evaluation"]["every"] = _every(args, rounds)
-    return make_recipe(values, source=type(config).__name__)
+        values["evaluation"]["every"] = _every(args, values["rounds"])
+    return values
 
 
 def feedback_recipe_of(
@@ -118,15 +125,13 @@ def feedback_recipe_of(
     participations = args.privacy_participations
     if participations is None:
         participations = _epochs(args.num_train_epochs)
-    rounds = int(args.max_steps) if args.max_steps > 0 else rounds_for(users, participations)
-    own = adapter_for(config_of(model), public_rows=False) if adapter is None else adapter
     values: dict[str, Any] = {
         "stage": "feedback",
         "policy": {
             **_policy(args),
             **(quantization or {}),
             "model_name_or_path": model if isinstance(model, str) else IN_MEMORY,
-            "adapter": own,
+            **({} if adapter is None else {"adapter": adapter}),
         },
         "data": {**_data(args), "max_completion_tokens": args.max_completion_length},
         "update": {
@@ -137,18 +142,16 @@ def feedback_recipe_of(
             "value_rounds": args.privacy_value_rounds,
             "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
             "batch_size": args.per_device_train_batch_size,
+            **_subspace(args),
         },
-        "optimizer": {"learning_rate": 0.01, **_optimizer(args, rounds)},
         "privacy": _privacy(args, participations),
-        "rounds": rounds,
+        **({"rounds": int(args.max_steps)} if args.max_steps > 0 else {}),
         "tracking": {"report_to": args.report_to},
         "previous": [{"run": run} for run in args.privacy_previous],
         "seed": args.seed,
         "output_dir": args.output_dir,
     }
-    if public:
-        every = _every(args, rounds)
-        values["evaluation"] = {**_evaluation(args), "prompts": max(2, public), "every": every}
+    values = _completed(values, args, users=users, public=public, model=model)
     return cast("FeedbackRecipe", recipe_from(values, (), source=type(config).__name__))
 
 
@@ -318,7 +321,11 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
 
 
 def _every(args: Any, rounds: int) -> int | None:
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "steps":
+    if not _steps(args):
         return None
     steps = float(args.eval_steps or 0)
     return math.ceil(steps * rounds if steps < 1 else steps) or None  # a share, as in transformers
+
+
+def _steps(args: Any) -> bool:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"

@@ -7,9 +7,9 @@ run on public rows up to its first sum over users, and the summands are returned
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
 from dprlhf.errors import DprlhfError
+from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import base_logprobs
 from dprlhf.updates import find_update
 from dprlhf.updates.kl import subtract_kl
-from dprlhf.updates.round import PrivateRound, Terms, user_vectors
+from dprlhf.updates.round import PrivateRound, Terms
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Vectors = Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]]
@@ -66,16 +68,19 @@ def public_gradients(
         tick=tick,
     )
     subtract_kl(round_, kl, update.batch_size)
-    parameter = next(iter(policy.parameters.values()))
-    found = torch.zeros(responses.users, policy.dimension, dtype=parameter.dtype)
     try:
         find_update(update)(round_, update)
     except _SummandsError as summands:
-        for users, vectors in open_private(summands.vectors):
-            real = users >= 0
-            found[users[real]] = vectors[torch.from_numpy(real)].to(found)
-        return found
+        return _stacked(policy, open_private(summands.vectors), responses.users)
     raise DprlhfError(f"update.subspace: update.name {update.name} made no sum over users")
+
+
+def weighted_gradients(
+    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], batch_size: int
+) -> torch.Tensor:
+    """Return Σ_rows weight · ∇ log π of each PUBLIC user, ``[users, dimension]``."""
+    vectors = _whole(policy, responses, weights, batch_size=batch_size)
+    return _stacked(policy, vectors, responses.users)
 
 
 def likelihood_gradients(
@@ -106,6 +111,24 @@ def likelihood_gradients(
     )
 
 
+def _whole(
+    policy: CausalLMPolicy, responses: Rows, weights: NDArray[np.float64], **named: Any
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    for users, _, gradients, _ in user_gradients(policy, responses, weights, rows=None, **named):
+        yield users, gradients[:, 0]
+
+
+def _stacked(
+    policy: CausalLMPolicy, vectors: Iterable[tuple[NDArray[np.int64], torch.Tensor]], users: int
+) -> torch.Tensor:
+    parameter = next(iter(policy.parameters.values()))
+    found = torch.zeros(users, policy.dimension, dtype=parameter.dtype)
+    for places, of_places in vectors:
+        real = places >= 0
+        found[places[real]] = of_places[torch.from_numpy(real)].to(found)
+    return found
+
+
 class _SummandsError(Exception):
     """Raised in place of the first clipped sum, to return each public user's unclipped vector."""
 
@@ -119,7 +142,7 @@ class _PublicRound(PrivateRound):
 
     def clipped_sum(self, weights: Private[NDArray[np.float64]], *, batch_size: int) -> NoReturn:
         """End the update with each user's Σ_rows weight · ∇ log π(y|x)."""
-        vectors = partial(user_vectors, self.policy, batch_size=batch_size, tick=self.tick)
+        vectors = partial(_whole, self.policy, batch_size=batch_size, tick=self.tick)
         raise _SummandsError(self.responses.map(vectors, weights))
 
     def clipped_vectors(self, vectors: Vectors, dimension: int | None = None) -> NoReturn:

@@ -6,7 +6,7 @@ policy along what was released; some updates do this several times in a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic
@@ -25,7 +25,7 @@ from dprlhf.gradients.clipping import (
     clipped_vectors,
     vector_norm,
 )
-from dprlhf.gradients.micro_batches import language_model_rows, user_gradients
+from dprlhf.gradients.micro_batches import language_model_rows
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
@@ -129,13 +129,6 @@ class PrivateRound(Generic[P, R]):
             weights: Weight of each row's ∇ log π, ``[rows]``, or of each response token's,
                 ``[rows, response]``.
         """
-        if self.subspace is not None:
-            return self.clipped_vectors(
-                self.responses.map(
-                    partial(user_vectors, self.policy, batch_size=batch_size, tick=self.tick),
-                    weights,
-                )
-            )
         weighted = partial(Weighted, extra_norm=self._extra_norm)
         return clipped_sum(
             self.policy,
@@ -144,6 +137,7 @@ class PrivateRound(Generic[P, R]):
             batch_size=batch_size,
             reduce=self.reduce,
             most_users=self.plan.users,
+            subspace=self.subspace,
             tick=self.tick,
         )
 
@@ -217,24 +211,6 @@ class PrivateRound(Generic[P, R]):
             return self.responses.map(lambda responses: np.zeros((responses.users, 0)))
         of_users = partial(_coordinates, self.telemetry)
         return self.responses.map(of_users, self.unpenalised, self.valid)
-
-
-def user_vectors(
-    policy: CausalLMPolicy | ExplicitPolicy,
-    responses: Rows,
-    weights: Array,
-    *,
-    batch_size: int,
-    tick: Tick | None,
-) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Yield users, −1 for a filler, and Σ_rows weight · ∇ log π of them, ``[n, dimension]``."""
-    rows = np.bincount(responses.user, minlength=responses.users)
-    for users, _, gradients, _ in user_gradients(
-        policy, responses, weights, batch_size=batch_size, rows=None
-    ):
-        yield users, gradients[:, 0]
-        if tick is not None:
-            tick(int(rows[users[users >= 0]].sum()))
 
 
 def _coordinates(
