@@ -9,13 +9,7 @@ import torch
 
 from dprlhf import hardware
 from dprlhf.errors import DprlhfError
-from dprlhf.hardware import (
-    default_torch_state,
-    forked_rng,
-    from_device,
-    repeatable,
-    to_device,
-)
+from dprlhf.hardware import default_torch_state, forked_rng, from_device, repeatable, to_device
 
 
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
 from dprlhf.rollout import Responses
-from helpers.agents import (
-    LENGTH,
-    LONGEST,
-    TWO,
-    Adding,
-    draw,
-    policy_of,
-    prompts_of,
-    trajectory,
-)
+from helpers.agents import LENGTH, LONGEST, TWO, Adding, draw, policy_of, prompts_of, trajectory
 
 USERS = ["2 and 1?", "two and two, please?", "0 1", "what?", "1 and 2 and so on and on"]
 NAMES = ["sums", "numbers", "sums", "numbers", "sums"]

@@ -7,10 +7,7 @@ import pytest
 from dprlhf import load_recipe
 from dprlhf.assets import communities
 from dprlhf.assets.catalogue import ASSETS
-from dprlhf.assets.communities import (
-    build_house_style,
-    house_style,
-)
+from dprlhf.assets.communities import build_house_style, house_style
 from dprlhf.data.loading import load_rows
 from dprlhf.recipe import Data
 from dprlhf.rewards import LoadedReward, Scorer

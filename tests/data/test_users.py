@@ -273,6 +273,7 @@ def test_an_unreadable_row_is_left_out_alone_and_told_to_the_operator() -> None:
     assert left.prompts == ["a", "c", "d"]
     assert left.users.tolist() == [0, 1, 2]
     assert left.slots.tolist() == [0, 1, 0]
+    assert left.grid.tolist() == [[0, -1], [-1, 1], [2, -1]]  # a place is its row's alone
     assert left.columns == {"name": ["x", "y", "z"]}
     made.readable(everyone, encode)  # in a further round nothing is told again
     assert told == [

@@ -34,9 +34,7 @@ TEXTS = ["a", "some longer text", "middle", "xy", "another of them", "the last o
 KINDS = pytest.mark.parametrize("kind", ["gpt2", "llama"])
 
 
-def policy_on(
-    device: str, kind: tiny.Kind = "gpt2", dtype: torch.dtype = torch.float64
-) -> CausalLMPolicy:
+def policy_on(device, kind="gpt2", dtype=torch.float64):
     """The same policy on each device: its tokens are far from uniform, and A and B from zero."""
     model = tiny.model(kind)
     with torch.no_grad():

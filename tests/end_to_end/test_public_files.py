@@ -52,6 +52,7 @@ def unexpected(folder: Path, allowed: dict[str, str]) -> list[str]:
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
+    print(completions)  # which is kept, in secret/
     return [len(text) / 10 for text in completions]
 
 
@@ -157,14 +158,15 @@ def test_the_times_are_public_after_each_round_and_after_a_failure(model, tmp_pa
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"update": {"name": "ppo"}, "kl__beta": 0.1},
-    "rebel": {"update": {"name": "rebel", "steps": 2}},
     "npg": {
         "update": {"name": "npg", "oracle": {"name": "sufficient-statistics"}},
         "optimizer__name": "sgd",
     },
-    "no-noise": {"epsilon": float("inf")},
-    "two-passes": {"privacy__participations": 2},
-    "subspace": {"update__subspace": {"rank": 2, "prompts": 4}, "evaluation__prompts": 2},
+    "subspace": {
+        "privacy__participations": 2,
+        "update__subspace": {"rank": 2, "prompts": 4},
+        "evaluation__prompts": 2,
+    },
 }
 
 

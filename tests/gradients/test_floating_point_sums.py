@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import Private
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients import ghost_norm
-from dprlhf.gradients.clipping import (
-    clip_factors,
-    clip_users,
-    clipped_vectors,
-    rounding_margin,
-)
+from dprlhf.gradients.clipping import clip_factors, clip_users, clipped_vectors, rounding_margin
 from dprlhf.gradients.ghost_norm import (
     OuterProducts,
     _chunk_by_chunk,
@@ -44,9 +39,7 @@ def moved(one: torch.Tensor, other: torch.Tensor) -> Fraction:
     return sum(((Fraction(a) - Fraction(b)) ** 2 for a, b in pairs), Fraction(0))
 
 
-def factors_of(
-    pattern: str, tokens: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def factors_of(pattern, tokens, generator):
     """The factors of one adversarial user, ``[tokens, N]`` and ``[tokens, M]``."""
     left = torch.randn(tokens, N, generator=generator)
     right = torch.randn(tokens, M, generator=generator)

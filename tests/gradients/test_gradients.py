@@ -24,7 +24,6 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import (
-    ClippedSum,
     Weighted,
     clip_factors,
     clip_users,
@@ -85,9 +84,7 @@ TRAINED = ["full", "tied", "lora", "ffa-lora", *PEFT]
 
 
 @functools.cache
-def trained_policy(
-    kind: tiny.Kind, trained: str, dtype: torch.dtype = torch.float64
-) -> CausalLMPolicy:
+def trained_policy(kind, trained, dtype=torch.float64):
     """A policy that trains what ``trained`` names, all of it away from where it starts."""
     model: Any = tiny.model(kind)
     with warnings.catch_warnings():
@@ -120,9 +117,7 @@ def trained_policy(
     return policy
 
 
-def reference_sum(
-    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float
-) -> tuple[torch.Tensor, NDArray[np.float64]]:
+def reference_sum(policy, weighted, clip_norm):
     """The clipped sum by a loop over users, and the norms before clipping."""
     responses = weighted.responses
     bound = math.sqrt(clip_norm**2 - weighted.extra_norm**2)
@@ -148,9 +143,7 @@ def weighted_of(responses: Responses, seed: int, extra: int = 0, extra_norm: flo
     return Weighted(responses, weights, coordinates, extra_norm)
 
 
-def run(
-    policy: CausalLMPolicy, weighted: Weighted, clip_norm: float, batch_size: int = 4
-) -> ClippedSum:
+def run(policy, weighted, clip_norm, batch_size=4):
     return clipped_sum(
         policy,
         Private(weighted),
@@ -881,12 +874,7 @@ def test_nothing_is_left_behind_in_the_model() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         clipped_sum(
-            policy,
-            Private(weighted),
-            clip_norm=1.0,
-            batch_size=2,
-            reduce=lambda x: x,
-            tick=boom,
+            policy, Private(weighted), clip_norm=1.0, batch_size=2, reduce=lambda x: x, tick=boom
         )
     assert hooks_of(policy.model) == before
     assert all(p.requires_grad for p in policy.parameters.values())

@@ -11,7 +11,6 @@ from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.gradients.micro_batches import user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates import UPDATES
@@ -25,9 +24,7 @@ from helpers.rounds import token_logprobs as true_logprobs
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=8)
 
 
-def true_gradient(
-    policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], user: int
-) -> torch.Tensor:
+def true_gradient(policy, responses, weights, user):
     """Σ weight · ∇ log π over the policy's own tokens, one unpadded row after the other."""
     total = torch.zeros(policy.dimension, dtype=torch.float64)
     for row in np.flatnonzero(responses.user == user):

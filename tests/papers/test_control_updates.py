@@ -65,9 +65,7 @@ def trajectories(form: Any, users: Any, directions: Any = None) -> list[Trajecto
     return simulate(TASK, form, theta_of(form).detach().numpy(), seeds, directions)
 
 
-def a_round(
-    form: Any, chunks: list[Trajectories], clip_norm: float, directions: Any = None
-) -> tuple[ControlRound, Gate]:
+def a_round(form, chunks, clip_norm, directions=None):
     theta, gate = theta_of(form), Gate()
     plan: Any = SimpleNamespace(
         users=100, clip_norm=clip_norm, noise_multiplier=1.0, expected_batch_size=5.0

@@ -81,9 +81,7 @@ def policy_of(model_type: str, adapter: Adapter | None = None, **settings: Any) 
     return policy
 
 
-def value_and_gradient(
-    policy: CausalLMPolicy, shared_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_and_gradient(policy, shared_rows):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 257, (4, PROMPT + RESPONSE), generator=generator)
     tokens[:, :PROMPT] = tokens[::2, :PROMPT].repeat_interleave(2, 0)

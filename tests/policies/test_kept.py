@@ -36,9 +36,7 @@ TEXTS = ["a story of two", "no", "the film", "ab", "x", "a longer text, cut at i
 LENGTH, K = 4, 4
 
 
-def policy_of(
-    model_type: str, layers: list[int] | None = None, spec: dict[str, Any] | None = None
-) -> CausalLMPolicy:
+def policy_of(model_type, layers=None, spec=None):
     known = transformers.AutoConfig.for_model(model_type)
     chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     torch.manual_seed(0)

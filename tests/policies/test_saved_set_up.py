@@ -79,8 +79,7 @@ def test_what_private_calls_leave_in_tokenizer_and_configs_is_not_saved(adapter,
         seen.append(saved(tmp_path / f"{len(seen)}"))
 
     result = dprlhf.train(
-        **{**common, "model": fresh(), "output_dir": tmp_path / "run"},
-        callbacks=[save_as_well],
+        **{**common, "model": fresh(), "output_dir": tmp_path / "run"}, callbacks=[save_as_well]
     )
     of_tokenizer = {n: v for n, v in saved(place).items() if not n.endswith("config.json")}
     assert [{n: v for n, v in s.items() if n in of_tokenizer} for s in seen] == [of_tokenizer] * 2

@@ -51,9 +51,7 @@ def rows_of(users: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def value_and_gradient(
-    policy: CausalLMPolicy, shared_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_and_gradient(policy, shared_rows):
     tokens, mask = rows_of()
     logprobs = policy.response_logprobs(tokens, mask, RESPONSE, shared_rows)
     real = torch.where(mask[:, -RESPONSE:].bool(), logprobs, 0.0)

@@ -172,9 +172,7 @@ def test_a_round_cut_short_is_spent(gate: Callable[..., Gate]) -> None:
 # ------------------------------------------------------------------------ a restored run folder
 
 
-def difference_after_restoring(
-    folder: Path, first: torch.Tensor, second: torch.Tensor, p: Plan
-) -> np.ndarray[Any, Any]:
+def difference_after_restoring(folder, first, second, p):
     """Release round 2 in a run, and again in a copy of its folder made before; subtract."""
     ledger = Ledger(folder / "run.jsonl", p.terms())
     Gate(p, ledger, KEY).release(1, zeros(p, len(first)))

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
-from dprlhf.privacy.plan import (
-    NO_PRIVACY,
-    Plan,
-    make_plan,
-)
+from dprlhf.privacy.plan import NO_PRIVACY, Plan, make_plan
 
 ALL: list[dict[str, Any]] = [
     {"partition": "random-allocation"},
@@ -178,10 +174,7 @@ def test_other_noise_or_another_epsilon_is_no_rounding(name: str) -> None:
         ({"users": 7}, "7 users cannot fill 8 rounds: lower rounds to 7"),
         ({"users": 0}, "no users"),
         ({"rounds": 0}, "rounds must be at least 1, not 0"),
-        (
-            {"epsilon": 1.0, "noise_multiplier": 1.0},
-            "exactly one of epsilon and noise_multiplier",
-        ),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "exactly one of epsilon and noise_multiplier"),
         ({"epsilon": None}, "exactly one of epsilon and noise_multiplier"),
         ({"clip_norm": 0.0}, "clip_norm must be a positive number, not 0.0"),
         ({"clip_norm": -1.0}, "clip_norm must be a positive number"),

@@ -124,9 +124,7 @@ def test_a_reward_that_couples_users_in_later_rounds_is_refused() -> None:
 SECRET = 4321.5
 
 
-def logging_reward(
-    prompts: list[str], completions: list[str], log_metric: Any, log_extra: Any
-) -> list[float]:
+def logging_reward(prompts, completions, log_metric, log_extra):
     private = any(p.startswith("private") for p in prompts)
     log_metric("share", SECRET if private else 0.25)
     log_metric("only private" if private else "only public", np.float32(0.5))

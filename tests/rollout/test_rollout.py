@@ -11,11 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    GenerationConfig,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+from transformers import GenerationConfig, Phi3Config, Phi3ForCausalLM
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, open_private
@@ -24,13 +20,7 @@ from dprlhf.gradients.clipping import Weighted
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.rollout import (
-    Responses,
-    decoding,
-    sample,
-    sample_responses,
-    sampling,
-)
+from dprlhf.rollout import Responses, decoding, sample, sample_responses, sampling
 from dprlhf.rollout.decoding import decode, inverse_cdf
 from dprlhf.rollout.logprobs import token_logprobs
 from helpers import kernels, tiny

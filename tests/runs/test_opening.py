@@ -181,12 +181,7 @@ def test_a_cut_prompt_is_the_one_that_it_was_cut_from_but_a_common_beginning_is_
 
 
 @pytest.mark.parametrize(
-    ("earlier", "now"),
-    [
-        ([17, 18], [17.0, 0.5]),
-        ([" Ann"], ["Ann"]),
-    ],
-    ids=str,
+    ("earlier", "now"), [([17, 18], [17.0, 0.5]), ([" Ann"], ["Ann"])], ids=str
 )
 def test_runs_that_are_called_disjoint_are_compared_by_names_however_they_are_spelt(
     earlier: list[Any], now: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -80,8 +80,7 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", ["who", None])
-@pytest.mark.parametrize("deleted", [True, False])
+@pytest.mark.parametrize(("unit", "deleted"), [("who", True), (None, False)])
 def test_others_are_the_same_to_the_bit(model, key, tmp_path, unit, deleted):
     """A run whose users withdraw equals one in which they were blank from the beginning."""
     rows = rows_of(60)

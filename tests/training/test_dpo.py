@@ -24,11 +24,7 @@ PAIRS = [
         ("b", "a prompt that is longer ", "yes", "x"), ("c", "once ", "this one", "not that one"),
     ]
 ]  # fmt: skip
-LOSSES = [
-    {"beta": 0.5},
-    {"beta": 0.5, "loss_type": "hinge"},
-    {"beta": 0.2, "loss_type": "ipo"},
-]
+LOSSES = [{"beta": 0.5}, {"beta": 0.5, "loss_type": "hinge"}, {"beta": 0.2, "loss_type": "ipo"}]
 
 
 def settings(**changes: Any) -> recipe.DPORecipe:
@@ -41,9 +37,7 @@ def settings(**changes: Any) -> recipe.DPORecipe:
     return recipe.DPORecipe.model_validate(values | changes)
 
 
-def sums(
-    spec: recipe.DPORecipe, rows: list[dict[str, str]], clip_norm: float, batch_size: int = 4
-) -> torch.Tensor:
+def sums(spec, rows, clip_norm, batch_size=4):
     found = examples(rows, spec.data)
     return user_sums(PreferredAnswers(spec), wide_policy(0.3), found, clip_norm, batch_size)[0]
 

@@ -59,9 +59,7 @@ def task_of(spec: recipe.FeedbackRecipe, trained: CausalLMPolicy) -> Reactions:
     return made
 
 
-def sums(
-    spec: recipe.FeedbackRecipe, rows: list[dict[str, Any]], clip_norm: float, batch_size: int = 4
-) -> torch.Tensor:
+def sums(spec, rows, clip_norm, batch_size=4):
     trained = wide_policy(0.3)
     found = examples(rows, spec.data)
     return user_sums(task_of(spec, trained), trained, found, clip_norm, batch_size)[0]

@@ -6,9 +6,7 @@ import torch
 from dprlhf.training.signal import mean_product, signal_of
 
 
-def drawn(
-    users: int = 400, dimension: int = 20, signal: float = 0.3, seed: int = 0
-) -> torch.Tensor:
+def drawn(users=400, dimension=20, signal=0.3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(users, dimension, generator=generator, dtype=torch.float64)
     vectors[:, 0] += signal

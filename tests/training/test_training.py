@@ -589,9 +589,7 @@ def _hooked(model: Any, seen: list[Any], put: str) -> Any:
         seen.append(values)
 
     class Mode(TorchFunctionMode):  # type: ignore[misc]
-        def __torch_function__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, function, types, args=(), kwargs=None):
             return function(*args, **(kwargs or {}))
 
     if put == "like a library":

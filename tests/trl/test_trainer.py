@@ -468,6 +468,9 @@ def test_a_lora_that_is_still_to_be_trained_is_taken_as_its_config(model, tmp_pa
         base = AutoModelForCausalLM.from_pretrained(model) if name == "a" else ready
         trainer(base, tmp_path / name, processing_class=tokenizer, max_steps=1, **given).train()
     assert same_weights(tmp_path / "a", tmp_path / "b")
+    moved = adapted(model, lora(fan_in_fan_out=True), move=0.1)
+    with pytest.raises(DprlhfError, match="before it has been trained"):
+        trainer(moved, tmp_path / "c", processing_class=tokenizer, peft_config=None)
 
 
 def test_only_the_main_process_pushes(model: str, tmp_path: Path) -> None:

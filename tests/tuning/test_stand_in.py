@@ -21,12 +21,7 @@ from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
-from dprlhf.tuning.stand_in import (
-    _of_stand_ins,
-    excess_variance,
-    run_stand_ins,
-    stand_in_plan,
-)
+from dprlhf.tuning.stand_in import _of_stand_ins, excess_variance, run_stand_ins, stand_in_plan
 from helpers import tiny
 from helpers.runs import ADAPTER, lower_case
 

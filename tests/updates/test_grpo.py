@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.grpo import grpo, surrogate_derivative
 from dprlhf.updates.pg import advantage_weights
@@ -29,14 +27,7 @@ def spec_of(**changes: object) -> recipe.GRPO:
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=5)
 
 
-def surrogate(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    values: Array,
-    user: int,
-    clip_range: float,
-    scale: bool,
-) -> tuple[torch.Tensor, list[float]]:
+def surrogate(policy, responses, values, user, clip_range, scale):
     """A user's objective as it stands in the paper, and the ratios of its tokens from μ."""
     of_rows, ratios = [], []
     for row in np.flatnonzero(responses.user == user):

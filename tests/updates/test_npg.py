@@ -53,9 +53,7 @@ def round_data(shape: Shape, seed: int, arms: bool = False) -> tuple[Responses, 
     return (half_from_base(responses) if arms else responses), scores
 
 
-def found(
-    policy: CausalLMPolicy, responses: Responses, scores: Scores, spec: Any, clip_norm: float
-) -> torch.Tensor:
+def found(policy, responses, scores, spec, clip_norm):
     """w of a round without noise: how far SGD with a rate of 1 moves the policy."""
     before = flat_parameters(policy)
     round_, _ = round_of(
@@ -144,9 +142,7 @@ def test_without_noise_it_is_the_natural_gradient(monkeypatch: pytest.MonkeyPatc
 # --- the oracles, one user after the other -------------------------------------------------------
 
 
-def examples_by_hand(
-    policy: CausalLMPolicy, responses: Responses, values: Array, largest_ratio: float
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def examples_by_hand(policy, responses, values, largest_ratio):
     """√ρ φ and √ρ Â of each user, by autograd on unpadded sequences."""
     of_users: list[tuple[list[torch.Tensor], list[float]]] = [
         ([], []) for _ in range(responses.users)
@@ -165,9 +161,7 @@ def examples_by_hand(
     return [(torch.stack(phi), torch.tensor(a, dtype=torch.float64)) for phi, a in of_users]
 
 
-def bounded(
-    of_users: list[tuple[torch.Tensor, torch.Tensor]], feature_bound: float, target_bound: float
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def bounded(of_users, feature_bound, target_bound):
     return [
         (phi * (feature_bound / phi.norm(dim=1, keepdim=True)).clamp(max=1),
          a.clamp(-target_bound, target_bound))

@@ -61,15 +61,7 @@ def joined(parameters: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
-def train_alone(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    scores: Scores,
-    user: int,
-    spec: recipe.PPO,
-    radius: float,
-    project_at: str = "every step",
-) -> torch.Tensor:
+def train_alone(policy, responses, scores, user, spec, radius, project_at="every step"):
     """θ − θ₀ of one user, by torch's own optimizers on a policy of its own, ``[dimension]``."""
     own = copy.deepcopy(policy.model)
     parameters = [p for p in own.parameters() if p.requires_grad]

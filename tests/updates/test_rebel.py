@@ -48,9 +48,7 @@ def logprobs(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
     )
 
 
-def losses(
-    policy: CausalLMPolicy, responses: Responses, values: Array, start: torch.Tensor, eta: float
-) -> torch.Tensor:
+def losses(policy, responses, values, start, eta):
     """Each user's loss as the paper has it, ``[users]``; ``start`` is log π_t of every row."""
     delta = logprobs(policy, responses) - start
     of_users: list[list[torch.Tensor]] = [[] for _ in range(responses.users)]
@@ -255,8 +253,7 @@ def test_gauss_newton_solves_the_normal_equations() -> None:
     w = torch.linalg.lstsq(phi * root[:, None], a * root, rcond=1e-9, driver="gelsd").solution
     eta = 0.3
     spec = spec_of(
-        eta=eta,
-        oracle={"name": "sufficient-statistics", "radius": 1e4, "target_bound": 1e3},
+        eta=eta, oracle={"name": "sufficient-statistics", "radius": 1e4, "target_bound": 1e3}
     )
     assert spec.releases == 1
     round_, _ = round_of(

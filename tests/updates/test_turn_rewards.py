@@ -97,12 +97,7 @@ def advantages(returns: NDArray[np.float64], settings: dict[str, Any]) -> NDArra
     return centred / (returns.std(ddof=1) + 1e-4) if scaled else centred
 
 
-def truth(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    answers: Sequence[Sequence[float]],
-    settings: dict[str, Any],
-) -> torch.Tensor:
+def truth(policy, responses, answers, settings):
     """Σ over users, responses and turns of the turn's advantage · ∇ log π of its tokens."""
     total = torch.zeros(policy.dimension, dtype=torch.float64)
     for first in range(0, len(responses.user), SHAPE.k):
