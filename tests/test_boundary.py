@@ -130,9 +130,7 @@ def test_boundary_types_are_frozen() -> None:
         released.t = 2  # type: ignore[misc]
 
 
-# ---------------------------------------------------------------------------------------------
 # Who may do what. A new entry needs the same thought as a change of the privacy proof.
-
 ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "audit/canaries": "the users are canaries; tells the attack their rounds where epsilon"

@@ -12,16 +12,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.hardware import default_torch_state, forked_rng, from_device, repeatable, to_device
 
 
-def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("page-locked memory is for GPUs")
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
-    x = torch.arange(4)
-    assert to_device(x, torch.device("cpu")) is x
-    assert to_device(x, torch.device("meta")).device.type == "meta"
-
-
 def test_a_copy_to_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     x, asked = torch.arange(4), []
 
@@ -85,21 +75,6 @@ def test_a_cpu_computes_in_the_type_in_which_it_is_faster(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
     monkeypatch.setattr(hardware, "_multiplies_faster_in_bfloat16", lambda: measured_faster)
     assert hardware.native_dtype("cpu") == expected
-
-
-def test_the_faster_type_is_told_by_the_time_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, clock = torch.nn.functional.linear, [0.0]
-    cost: dict[torch.dtype, float] = {}
-
-    def slowly(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        clock[0] += cost[rows.dtype]
-        return linear(rows, weight)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", slowly)
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
-    for bfloat16, faster in ((0.5, True), (2.0, False)):
-        cost.update({torch.float32: 1.0, torch.bfloat16: bfloat16})
-        assert hardware._multiplies_faster_in_bfloat16.__wrapped__() is faster
 
 
 def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

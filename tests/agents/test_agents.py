@@ -172,9 +172,6 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert bool((responses.policy_mask[range(len(last)), last] == 1).all())
 
 
-# --- environments -------------------------------------------------------------------------------
-
-
 def test_each_trajectory_has_its_own_environment_and_draws() -> None:
     policy = with_agent(environment=Guessing)
     prompts = prompts_of(USERS, level=["a", "b", "c", "d", "e"])
@@ -334,9 +331,6 @@ def test_what_an_environment_takes_out_of_its_row_stays_in_the_other_trajectorie
     assert rows_to_score(responses).columns["cards"] == [[1, 2, 3]] * 3 + [[4, 5, 6]] * 3
 
 
-# --- the check before the first charge -----------------------------------------------------------
-
-
 class Crowded(Guessing):
     players = 0
 
@@ -380,9 +374,6 @@ def test_tools_and_environments_that_keep_something_are_refused() -> None:
         checked(with_agent(counted()))
     with pytest.raises(DprlhfError, match="keeps something from call to call"):
         checked(with_agent(environment=Crowded))
-
-
-# --- messages and templates -----------------------------------------------------------------------
 
 
 def test_turns_are_read_as_messages() -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
@@ -91,9 +91,6 @@ def visible(folder: Path) -> set[str]:
     return found - {".lock"}
 
 
-# --- pull -------------------------------------------------------------------------------------
-
-
 def test_pull_makes_the_sources_first(shelf: Shelf) -> None:
     folders = assets.pull(["pie"], quiet=True)
     assert folders == {"leaf": shelf.cache / "v1/leaf", "pie": shelf.cache / "v1/pie"}
@@ -104,25 +101,6 @@ def test_pull_makes_the_sources_first(shelf: Shelf) -> None:
     assert visible(shelf.cache) == {
         f"wheels/{shelf.wheel.file}", "v1/leaf/apple.txt", "v1/pie/pie.txt",
     }  # fmt: skip
-
-
-def test_a_second_pull_does_nothing(shelf: Shelf) -> None:
-    first = assets.pull(quiet=True)
-    shelf.offered.unlink()
-    assert assets.pull(quiet=True) == first
-    assert shelf.builds == ["leaf", "pie"]
-    assert shelf.pip_calls == ["fruit==1.0"]
-
-
-def test_another_build_has_a_folder_of_its_own(shelf, monkeypatch):
-    old = assets.pull(["leaf"], quiet=True)["leaf"]
-    leaf = replace(cache.ASSETS["leaf"], version=2)
-    monkeypatch.setattr(cache, "ASSETS", {**cache.ASSETS, "leaf": leaf})
-    with pytest.raises(DprlhfError, match="not in the cache"):
-        assets.path("leaf")
-    new = assets.pull(["pie"], quiet=True)["leaf"]
-    assert (old, new) == (shelf.cache / "v1/leaf", shelf.cache / "v2/leaf")
-    assert shelf.builds == ["leaf", "leaf", "pie"]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
@@ -191,9 +169,6 @@ def test_a_cache_that_cannot_be_written_is_named(shelf, tmp_path, monkeypatch):
         assets.pull(quiet=True)
 
 
-# --- names ------------------------------------------------------------------------------------
-
-
 def test_resolve(shelf: Shelf) -> None:
     for plain in ("gpt2", "./folder", "asset", "some/asset:pie"):
         assert assets.resolve(plain) == plain
@@ -212,9 +187,6 @@ def test_every_source_is_known_and_stands_before_its_use() -> None:
     for name, asset in catalogue.ASSETS.items():
         assert set(asset.sources) <= seen
         seen.add(name)
-
-
-# --- splits -----------------------------------------------------------------------------------
 
 
 def combined_reviews() -> pd.DataFrame:
@@ -292,9 +264,6 @@ def test_too_many_repeated_texts_are_an_error() -> None:
         catalogue.split(frame, 3)
 
 
-# --- models -----------------------------------------------------------------------------------
-
-
 def write_gguf(file: Path, model: torch.nn.Module) -> None:
     """Write a tiny Llama as llama.cpp does: query and key rows interleaved for its rotary form."""
     config = model.config
@@ -363,9 +332,6 @@ def test_a_converted_gguf_is_the_original_model(tmp_path: Path) -> None:
     at = text.index("ab")
     expected_ids[at : at + 2] = [256]
     assert tokenizer(text)["input_ids"] == expected_ids
-
-
-# --- the real ones ----------------------------------------------------------------------------
 
 
 def ready(name: str) -> Path:

@@ -87,11 +87,3 @@ def test_the_saved_folder_is_a_standard_classifier(trained: Path, data: Path) ->
     )
     found = sentiment.logit_difference(model, tokenizer, test["text"].tolist())
     torch.testing.assert_close(found, scores, rtol=0, atol=1e-4)
-
-
-def test_labels_without_meaning_are_not_learned(encoder: Path, data: Path, tmp_path: Path) -> None:
-    frame = pd.read_parquet(data / "train.parquet")
-    frame["label"] = np.random.default_rng(3).permutation(frame["label"])
-    frame.to_parquet(tmp_path / "train.parquet", index=False)
-    (tmp_path / "test.parquet").write_bytes((data / "test.parquet").read_bytes())
-    assert train(encoder, tmp_path, tmp_path / "out", epochs=2) < 0.75

@@ -50,9 +50,6 @@ def _no_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(one_run.audit_plan.__kwdefaults__, "confidence", 1 - 1e-4)
 
 
-# --------------------------------------------------------------------------------------- bounds
-
-
 @pytest.mark.parametrize(
     ("m", "r", "v", "delta", "expected"),
     [(1000, 100, 75, 1e-4, 0.673), (100_000, 1510, 1439, 1e-5, 2.676)],
@@ -80,9 +77,6 @@ def test_the_one_run_bound_is_where_p_reaches_what_is_left(r: int, data: Any, de
         assert p(bound + 2e-5) > 0.05 - 1e-9
 
 
-# ------------------------------------------------------------------------- the likelihood ratio
-
-
 @pytest.mark.parametrize("partition", ["random-allocation", "fixed", "poisson"])
 @pytest.mark.parametrize("participations", [1, 2])
 def test_the_likelihood_ratio_averages_to_one_without_the_user(partition, participations):
@@ -96,9 +90,6 @@ def test_the_likelihood_ratio_averages_to_one_without_the_user(partition, partic
     ratio = np.exp(log_likelihood_ratio(noise, plan))
     assert ratio.mean() == pytest.approx(1, abs=4 * ratio.std() / math.sqrt(len(ratio)))
     assert ratio.std() > 0.1
-
-
-# ------------------------------------------------------------------------ one run, many canaries
 
 
 def plan_of(epsilon: float, **changes: Any) -> Plan:
@@ -345,9 +336,6 @@ def test_telemetry_above_its_bound_is_seen(tmp_path: Path, monkeypatch: pytest.M
     assert len(reasons("wrong")) == 1
 
 
-# ---------------------------------------------------------------------------- the command line
-
-
 def write_recipe(folder: Path) -> str:
     path = folder / "recipe.yaml"
     path.write_text(
@@ -437,9 +425,6 @@ def test_a_confidence_that_is_no_probability_is_refused_before_any_work(
             refused()
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "audit").exists()
-
-
-# ------------------------------------------------------------------------ membership inference
 
 
 def test_membership_scores_are_zero_where_nothing_moved_and_see_what_did(tmp_path: Path) -> None:

@@ -85,9 +85,6 @@ def test_bounds_come_near_the_claim() -> None:
         assert found.bound_any <= found.bound
 
 
-# ------------------------------------------------------------------------------- guesses
-
-
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_right_guesses_are_as_many_as_the_plan_allows_and_no_more(partition: str) -> None:
     """The share of right guesses is (1 + δ(0))/2, which is what the bound rests on."""
@@ -221,9 +218,6 @@ def test_no_guess_depends_on_who_is_in() -> None:
 
 def _fixed_noise(noise: torch.Tensor, t: int, kept: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(t).standard_normal(len(noise))) * 0.757
-
-
-# ------------------------------------------------------------- rules without chance, and stages
 
 
 def record_of(plan: Plan, given: float, moved: float) -> AuditRecord:

@@ -52,9 +52,6 @@ def spent(book: Book) -> dict[str, float]:
     return {d["name"]: d["spent"] for d in book.read()["datasets"]}
 
 
-# --- what is counted ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_runs_on_the_same_users_compose_until_the_budget_is_spent(place: str) -> None:
     book = make(place, epsilon=TWO)
@@ -345,9 +342,6 @@ def test_users_are_kept_as_keyed_hashes(file: Path) -> None:
     assert b"user" not in json.dumps(book.read()["reservations"]).encode().replace(b'"users"', b"")
 
 
-# --- the key and the file -----------------------------------------------------------------------
-
-
 def test_book_and_key_are_the_owners_alone(file: Path) -> None:
     make(file)
     assert {p.name: p.stat().st_mode & 0o777 for p in file.parent.iterdir()} == {
@@ -379,9 +373,6 @@ def test_a_wrong_or_lost_key_is_refused(place: str, monkeypatch: pytest.MonkeyPa
     if "://" in place:
         with pytest.raises(BookError, match="DPRLHF_BOOK_KEY_FILE"):
             Book(place)
-
-
-# --- a book that cannot be trusted --------------------------------------------------------------
 
 
 def test_a_database_that_is_down_or_empty_stops_in_one_line(databases, monkeypatch):
@@ -481,9 +472,6 @@ def test_damage_is_noticed(file: Path) -> None:
             refused()
     file.write_bytes(good)
     ask(Book(str(file)), "next", range(300))
-
-
-# --- a book from a backup -----------------------------------------------------------------------
 
 
 def mark(run: str, found: Reservation) -> Mark:

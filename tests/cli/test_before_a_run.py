@@ -8,19 +8,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import yaml
 from typer.testing import CliRunner, Result
 
 from dprlhf import recipe, train
 from dprlhf.cli import doctor
 from dprlhf.cli.answers import users_in
 from dprlhf.cli.app import app
-from dprlhf.cli.init import new_recipe
 from dprlhf.cli.reward_check import reward_check
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.loading import load_policy
-from dprlhf.recipe import load_recipe, make_recipe
-from dprlhf.recipe.trl_names import INSTEAD, KEYS, overrides_of
+from dprlhf.recipe import load_recipe
+from dprlhf.recipe.trl_names import KEYS, overrides_of
 from dprlhf.training import timing
 from dprlhf.training.dry_run import dry_run, explain
 from helpers import tiny
@@ -95,39 +93,6 @@ class TestInit:
         assert made.evaluation is None
         assert made.policy.adapter.init == "random"
 
-    def test_a_wrong_answer_is_asked_for_again_at_once(self, here: Path) -> None:
-        answers = [
-            "", "gpt2", "nowhere.csv", "private.csv", "whom", "prompt", "my_rewards.py",
-            "my_rewards.py:brevity", "no.csv", "", "none", "-1", "inf", "2",
-        ]  # fmt: skip
-        done = call("init", answers="\n".join(answers) + "\n")
-        assert done.exit_code == 0, done.output
-        for said in (
-            "prompts 'nowhere.csv': there is no such file",
-            "there is no column 'whom'",
-            "name the function as well",
-            "public prompts 'no.csv': there is no such file",
-            "epsilon must be a finite number above 0, not 'none'",
-            "epsilon must be a finite number above 0, not '-1'",
-            "epsilon must be a finite number above 0, not 'inf'",
-        ):
-            assert done.output.count(said) == 1, said
-        made = load_recipe("recipe.yaml")
-        assert (made.data.user_column, made.privacy.epsilon) == ("prompt", 2)
-        assert made.rewards[0].function == "my_rewards.py:brevity"
-
-    @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-    def test_few_parameters_are_trained(self, here: Path, kind: tiny.Kind) -> None:
-        tiny.save(here / "gpt2", kind)
-        assert call("init", *self.OPTIONS).exit_code == 0
-        adapter = load_recipe("recipe.yaml").policy.adapter
-        assert adapter.target_modules == {"gpt2": ["c_attn"], "llama": ["v_proj"]}[kind]
-        assert adapter.layers == [1]
-        assert (adapter.type, adapter.rank) == ("ffa-lora", 1)
-        assert adapter.init == "public-activations"
-        outputs = {"gpt2": 3 * 32, "llama": 16}[kind]
-        assert load_policy(load_recipe("recipe.yaml").policy).dimension == outputs
-
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     def test_a_model_that_is_not_there_yet(self, here: Path, kind: tiny.Kind) -> None:
         """What the recipe then says fits it all the same."""
@@ -139,16 +104,6 @@ class TestInit:
         assert {"llama": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}[kind] == tuple(
             sorted({name.split(".lora_B")[0].rpartition(".")[2] for name in names})
         )
-
-    @pytest.mark.parametrize(
-        ("users", "rounds"), [(None, 16), (2, 2), (198, 4), (1500, 12), (10**6, 16)]
-    )
-    def test_rounds_follow_the_users(self, users: int | None, rounds: int) -> None:
-        text = new_recipe(
-            model="m", prompts="p", user_column="", reward="f:g", public_prompts="", epsilon=4,
-            users=users,
-        )  # fmt: skip
-        assert make_recipe(yaml.safe_load(text)).rounds == rounds
 
     def test_users_are_counted_not_rows(self, here: Path) -> None:
         (here / "people.csv").write_text("text,who\na,ada\nb,ada\nc,ben\n")
@@ -203,14 +158,6 @@ class TestFlags:
         known = set(recipe.known_keys(recipe.Recipe))
         assert set(KEYS.values()) <= known
 
-    def test_what_to_write_instead_is_of_the_recipe(self) -> None:
-        known = set(recipe.known_keys(recipe.Recipe))
-        for name, text in INSTEAD.items():
-            text = re.sub(r"\S+:\w+", "", text.replace(".0.", "."))  # a function is no key
-            named = re.findall(r"(?<!/)\b[a-z_]+(?:\.[a-z_]+)+", text)
-            assert set(named) <= known, name
-            assert name not in KEYS
-
     def test_scale_rewards_alone_chooses_no_update(self) -> None:
         assert overrides_of(["--scale_rewards", "none"]) == ["update.scale_rewards=false"]
         both = overrides_of(["--loss_type", "dr_grpo", "--scale_rewards", "none"])
@@ -223,23 +170,6 @@ class TestFlags:
     def test_hyphens_underscores_and_equals(self) -> None:
         given_ = ["--num-generations", "4", "a.b=1", "--beta=0.1", "--seed", "-3"]
         assert overrides_of(given_) == ["rollout.responses=4", "a.b=1", "kl.beta=0.1", "seed=-3"]
-
-    @pytest.mark.parametrize(
-        ("arguments", "named"),
-        [
-            (["--learning_rte", "1"], "did you mean '--learning_rate'"),
-            (["--max_steps", "4"], "flag '--max_steps': write rounds=N"),
-            (["--num-train-epochs=3"], "flag '--num-train-epochs': write rounds=N"),
-            (["--use_peft"], "not needed: an adapter is always"),
-            (["--epsilon", "0.2"], "here update.clip_range="),
-            (["--xyzzy"], "write section.key=value"),
-            (["--seed"], "'--seed' needs a value"),
-            (["--seed", "--beta"], "'--seed' needs a value"),
-        ],
-    )
-    def test_mistakes_are_named(self, arguments: list[str], named: str) -> None:
-        with pytest.raises(DprlhfError, match=named):
-            overrides_of(arguments)
 
 
 class TestDryRun:

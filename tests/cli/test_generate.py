@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -10,7 +9,6 @@ from typer.testing import CliRunner, Result
 from dprlhf.api import generate
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
-from dprlhf.rollout import decoding
 from helpers import runs, tiny
 
 
@@ -33,20 +31,6 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     answers = json.loads(call(run, "--prompt", "One day", "--prompt", "Two", "--json").stdout)
     assert answers == generate(run, ["One day", "Two"])
     assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
-
-
-def test_a_batch_has_the_rows_that_the_prompts_fill(run, monkeypatch):
-    """The run's batches may have a thousand, and sample one prompt and 999 fillers."""
-    shapes = []
-
-    def forward(policy: Any, ids: Any, mask: Any) -> Any:
-        shapes.append(len(ids))
-        return prefill(policy, ids, mask)
-
-    prefill = decoding._prefill
-    monkeypatch.setattr(decoding, "_prefill", forward)
-    generate(run, ["One day"])
-    assert shapes == [1, 1]
 
 
 @pytest.mark.slow

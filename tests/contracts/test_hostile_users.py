@@ -110,9 +110,6 @@ def test_a_table_has_the_rows_that_were_written(tmp_path: Path) -> None:
     assert len(load_rows(recipe.Data(path=str(tmp_path / "one.csv")))) == 500
 
 
-# --- whole runs ----------------------------------------------------------------------------------
-
-
 def public_files(folder: Path) -> bytes:
     return b"".join(
         path.read_bytes() + str(path).encode()

@@ -66,9 +66,6 @@ def test_every_update_has_settings_for_this_contract() -> None:
     assert UPDATES.keys() == {spec.name for spec in SPECS.values()}
 
 
-# --- one round -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)  # their other forms have later rounds below
 def test_an_update_keeps_the_shipped_contract(name: str) -> None:
@@ -77,8 +74,6 @@ def test_an_update_keeps_the_shipped_contract(name: str) -> None:
     assert report.releases == spec.releases
     assert report.largest[TIGHT] > 0.1
 
-
-# --- later rounds of every pair of options -------------------------------------------------------
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "update": [
@@ -349,9 +344,6 @@ def test_experts_get_the_rows_of_one_user_in_a_pass(options, tmp_path, monkeypat
     }  # fmt: skip
     spec = recipe_of(None, (), given | options, users_in_memory())
     assert faults_of(spec, RunFolder(tmp_path / "run")) == set()
-
-
-# --- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

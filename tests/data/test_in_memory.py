@@ -113,17 +113,3 @@ class TestTheRecipeSaysWhatWasUsed:
 
 def _interrupted(*args: Any) -> None:
     raise KeyboardInterrupt
-
-
-def test_the_recipe_names_each_environment_of_a_mapping() -> None:
-    def tool(a: int) -> int:
-        return a
-
-    class Game:
-        pass
-
-    one = InMemoryInputs(None, None, None, tools=[tool], environment_factory=Game)
-    assert one.agent_settings == {"tools": [IN_MEMORY], "environment": IN_MEMORY}
-    several = InMemoryInputs(None, None, None, environment_factory={"coding": Game, "game": Game})
-    assert several.agent_settings == {"environment": {"coding": IN_MEMORY, "game": IN_MEMORY}}
-    assert not InMemoryInputs(None, None, None).agent_settings

@@ -104,9 +104,6 @@ def test_a_key_that_another_row_has_is_not_shown_to_the_chat_template() -> None:
     assert list(read[0]) == ["role", "content"]
 
 
-# ------------------------------------------------------------------------------- the grouping
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -247,9 +244,6 @@ def test_what_a_user_keeps_depends_on_its_own_rows_alone(rows, extra, limit):
         assert kept(mixed)[name] == before[name]
         alone = [row for row in rows if row[0] == name]
         assert kept(alone) == {name: before[name]}
-
-
-# --------------------------------------------------------------------------------- the prompts
 
 
 def test_missing_prompts_are_empty_and_words_are_counted() -> None:
@@ -451,9 +445,6 @@ def test_prompts_that_no_policy_reads_are_refused(prompts: list[Any], told: str)
     )
 
 
-# ---------------------------------------------------------------------------------- the digest
-
-
 def digest(rows: dict[str, list[Any]], **spec: Any) -> str:
     found = users(rows, **spec).digest()
     assert isinstance(found, Private)
@@ -563,9 +554,6 @@ def test_where_rows_are_users_the_digest_covers_all_columns(prompts: str) -> Non
     assert digest(rows | more) == digest(swapped | more)
 
 
-# --------------------------------------------------------------------------------- from Python
-
-
 TABLE: dict[str, list[Any]] = {"prompt": ["why?", "how?", "who?"], "wants": [1, -1, 1]}
 
 
@@ -651,19 +639,6 @@ def test_a_mixture_is_refused_without_quoting_it(mixture: list[Any]) -> None:
     assert "CANARY" not in str(caught.value)
     assert caught.value.__suppress_context__
 
-
-@pytest.mark.parametrize("at_once", [1, 10])
-@pytest.mark.parametrize("form", [list, iter, pd.DataFrame], ids=["list", "generator", "table"])
-def test_the_column_that_mixes_types_is_named(form, at_once, monkeypatch):
-    monkeypatch.setattr("dprlhf.data.given_rows.ROWS_AT_ONCE", at_once)
-    rows = [{"prompt": "a", "user": 17}, {"prompt": "b", "user": CANARY}]
-    with pytest.raises(DprlhfError, match="the column 'user' mixes types: write all") as caught:
-        rows_from(form(rows), "prompt")
-    assert "CANARY" not in str(caught.value)
-    assert caught.value.__suppress_context__
-
-
-# ------------------------------------------------------------------------------------ from disk
 
 ROWS: dict[str, list[Any]] = {"prompt": ["a, b", 'say "c"', "d"], "user": ["x", "y", "x"]}
 
@@ -999,9 +974,6 @@ def test_half_a_character_is_replaced_in_its_row_alone(prompts: Any) -> None:
         rows_from(["a", 1.5, ["b"]], "prompt")
 
 
-# ------------------------------------------------------------------------------- conversations
-
-
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "memory"])
 def test_a_column_of_messages_that_is_text_holds_json(suffix: str, tmp_path: Path) -> None:
     """Its name and its type decide it for all rows, not what some of them hold."""
@@ -1033,9 +1005,6 @@ def test_public_rows_have_the_form_of_the_users() -> None:
     with pytest.raises(DprlhfError, match=r"written as JSON, .*: call the column 'messages'"):
         check_form(text, as_json)
     check_form(as_json, text)  # of users' rows nothing is looked at
-
-
-# ------------------------------------------------------------------------------ what is left out
 
 
 def test_the_rows_that_are_left_out_cut_or_unreadable_are_counted() -> None:

@@ -110,12 +110,3 @@ def test_a_log_is_not_told_which_rows(tmp_path: Path) -> None:
             refused()
         text = str(caught.value).replace(str(tmp_path), "")
         assert not any(letter.isdecimal() for letter in text), text
-
-
-def test_a_part_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt\n" + "".join(f"p{i}\n" for i in range(9)))
-    data = Data(path=str(tmp_path / "a.csv"), skip=6)
-    assert load_rows(data)["prompt"][:] == ["p6", "p7", "p8"]
-    assert load_rows(data.model_copy(update={"limit": 2}))["prompt"][:] == ["p6", "p7"]
-    with pytest.raises(DprlhfError, match="skip 20 leaves no row"):
-        load_rows(data.model_copy(update={"skip": 20}))

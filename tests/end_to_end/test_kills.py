@@ -56,9 +56,6 @@ def test_lives_end_where_they_should(killed: Path) -> None:
     assert rounds(4, "commit") == [3]
 
 
-# --- the verdict sees what it should: an undisturbed run, spoilt by hand --------------------------
-
-
 def forge(change: Callable[[list[Any]], None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         notes = folder / "whole-notes"

@@ -85,9 +85,6 @@ def bytecodes(action: Callable[[], object]) -> int:
     return count
 
 
-# ------------------------------------------------------------------------------- the partition
-
-
 @pytest.mark.parametrize("kind", ["random-allocation", "poisson", "fixed", "stream"])
 def test_a_partition_takes_below_200_bytes_a_user(kind: str) -> None:
     taken = bytes_of(lambda: allocate(plan(USERS, kind), bytes(32)))
@@ -102,9 +99,6 @@ def test_a_round_of_the_partition_is_a_view_whatever_the_number_of_users() -> No
     small = open_private(allocate(plan(ROUNDS), bytes(32)))
     assert np.shares_memory(allocation.round(ROUNDS // 2), allocation.order)
     assert bytecodes(lambda: allocation.round(ROUNDS)) == bytecodes(lambda: small.round(ROUNDS))
-
-
-# ------------------------------------------------------------------------------- the users
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +139,6 @@ def test_prompts_are_streamed_from_disk(folder: Path) -> None:
     for action in (lambda: load_rows(data), lambda: made.select(some), made.digest):
         assert bytes_of(action).peak < 4e6  # of 47 MB on disk
     assert len(set(made.select(some).prompts)) == len(some)
-
-
-# ------------------------------------------------------------------- the ledger and accounting
 
 
 @pytest.mark.slow

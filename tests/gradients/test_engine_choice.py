@@ -242,8 +242,6 @@ def test_what_has_no_part_in_the_loss_is_refused_before_the_run() -> None:
         choose_engine(policy, rows, weights_of(rows), batch_size=4)
 
 
-# --- layers, beside Opacus -----------------------------------------------------------------------
-
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(6, 6),
     "LayerNorm": lambda: nn.LayerNorm(6),

@@ -154,9 +154,6 @@ def run(policy, weighted, clip_norm, batch_size=4):
     )
 
 
-# --- against plain autograd --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("adapter", ["lora", "ffa-lora"])
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
 @pytest.mark.parametrize("per_user", ["one", slow("three"), slow("mixed"), "apart"])
@@ -299,9 +296,6 @@ def test_what_is_kept_of_a_user_is_no_larger_than_the_weights(trained: str) -> N
     [of_user] = kept
     assert of_user.keys() == sizes.keys()
     assert all(of_user[name] <= sizes[name] for name in sizes)
-
-
-# --- the precision and the passes that others choose -------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -512,8 +506,6 @@ def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
     assert not result.bounded.total.any()
 
 
-# --- clip_users --------------------------------------------------------------------------------
-
 numbers = st.one_of(
     st.floats(width=64, allow_nan=True, allow_infinity=True, allow_subnormal=True),
     st.floats(-10, 10),
@@ -579,8 +571,6 @@ def test_coordinates_beside_a_vector_are_clipped_to_their_own_bound() -> None:
         found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
     )
 
-
-# --- neighbouring data sets --------------------------------------------------------------------
 
 Summing = Callable[[CausalLMPolicy, Weighted, float], torch.Tensor]
 S, EXTRA_NORM = 0.8, 0.25
@@ -744,9 +734,6 @@ def test_a_bad_user_counts_as_one_of_weight_zero_to_the_bit(trained: str, bad: f
     assert total.any()
 
 
-# --- the engine --------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Two linear layers, the first used twice, and something in between."""
 
@@ -896,9 +883,6 @@ def test_switching_the_adapter_off_and_on_keeps_what_is_frozen_frozen() -> None:
     assert {n for n, p in policy.model.named_parameters() if p.requires_grad} == trainable
     assert trainable == set(policy.parameters)
     assert all("lora_B" in name for name in trainable)
-
-
-# --- rounding ----------------------------------------------------------------------------------
 
 
 def cancelling(how: str, tokens: int, n: int, m: int) -> OuterProducts:

@@ -126,9 +126,6 @@ def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
     )
 
 
-# --- tools and environments ----------------------------------------------------------------------
-
-
 def add(a: int, b: int) -> int:
     """Add two numbers.
 

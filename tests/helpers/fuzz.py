@@ -56,8 +56,6 @@ def refusal() -> Iterator[list[DprlhfError]]:
         found.append(error)
 
 
-# --- values ----------------------------------------------------------------------------------
-
 TEXT = st.text(st.characters(exclude_categories=()), max_size=12)  # surrogates and all
 NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 2, 3, 0.5, 1.0, 4.0, 8.0, 1e-5, 1e-3, 1e-300, 5e-324, 1e6, 1e308]),
@@ -71,9 +69,6 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
-
-
-# --- plans and what they promise ---------------------------------------------------------------
 
 
 def check_guarantee(plan: Plan, target: float | None, stated: dict[str, Any]) -> None:
@@ -145,8 +140,6 @@ def check_allocation(plan: Plan) -> None:
         assert all(len(users) == plan.expected_batch_size for users in rounds)
 
 
-# --- recipes ---------------------------------------------------------------------------------
-
 VALID: dict[str, Any] = {
     "policy": {"model_name_or_path": "model"},
     "data": {"path": "prompts.csv"},
@@ -216,8 +209,6 @@ def check_accepted(recipe: Recipe, users: int) -> None:
     else:
         assert "No privacy" in sentence
 
-
-# --- data --------------------------------------------------------------------------------------
 
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", ""]), "content": TEXT}),
@@ -289,9 +280,6 @@ def check_users(users: Users, spec: Data, rounds: int) -> None:
         assert alone.slots.tolist() == list(range(len(mine)))
 
 
-# --- rewards -----------------------------------------------------------------------------------
-
-
 class Odd:
     """Raises in whatever it is asked."""
 
@@ -319,9 +307,6 @@ ANSWERS = st.one_of(
     st.sampled_from([np.float16(2), np.float32("nan"), np.int8(3), torch.tensor(1.5)]),
     st.sampled_from([torch.zeros(2), np.zeros((1, 1)), object(), float, lambda: 1]),
 )
-
-
-# --- what a run leaves, damaged ----------------------------------------------------------------
 
 
 @functools.cache
@@ -386,8 +371,6 @@ def check_ledger(damage: list[tuple[str, int, Any]]) -> None:
         assert held == true[: len(held)] or len(held) == 1  # an emptied one starts anew
         assert held[0].body == json.loads(json.dumps(terms))
 
-
-# --- whole runs ---------------------------------------------------------------------------------
 
 RUNS = st.fixed_dictionaries(
     {

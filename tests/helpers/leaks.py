@@ -139,9 +139,6 @@ def fails_in(owner: Any, name: str) -> Callable[[], None]:
     return lambda: setattr(owner, name, quoting)
 
 
-# --- scenarios in which nothing may leak -------------------------------------------------------
-
-
 def unusual(rows: list[dict[str, Any]]) -> None:
     rows[3]["prompt"] = [{"role": "user", "content": TEXT}]
 
@@ -179,9 +176,6 @@ FAILURES: dict[str, Callable[[], None]] = {
     "fails-in-checkpoint": fails_in(dprlhf.training.rounds, "save_checkpoint"),
     "fails-in-selecting": fails_in(dprlhf.training.trainer, "users_of_round"),
 }
-
-
-# --- planted leaks, each of which the search must find -------------------------------------------
 
 
 def in_round(leak: Callable[[Any], None]) -> Callable[[], None]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.errors import DprlhfError
 from dprlhf.papers.control import bandits, tables
 from dprlhf.papers.control.environments import Dosing, Environment, Riverswim, make_environment
 from dprlhf.papers.control.gym import Gymnasium, PlanarRobot
@@ -36,9 +35,6 @@ from dprlhf.privacy.accounting import gaussian_epsilon
 RECIPES = Path(__file__).parents[2] / "recipes" / "control"
 CARTPOLE = make_environment("cartpole")
 KEY = hashlib.sha256(b"test").digest()
-
-
-# ------------------------------------------------------------------------------------- dynamics
 
 
 @pytest.mark.parametrize(("name", "bound"), [("cartpole", 0.05), ("acrobot", 0.1)])
@@ -100,8 +96,6 @@ def test_dosing_follows_its_equations(dose: float) -> None:
         assert (reward == -1).all()
 
 
-# ------------------------------------------------------------------------------------- policies
-
 POLICIES: dict[str, ScoredPolicy] = {
     "log-linear": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5)),
     "log-linear, ordered": LogLinearSoftmax(3, 4, (1.0, 2.0, 0.5), (-1.0, 0.0, 0.5, 2.0)),
@@ -156,9 +150,6 @@ def test_a_parameter_vector_for_each_user_acts_as_one_for_all(policy: Trajectory
     one = policy.act(theta, seen, uniforms)
     each = policy.act(np.tile(theta, (7, 1)), seen, uniforms)
     assert np.allclose(one, each)
-
-
-# --------------------------------------------------------------------------------- trajectories
 
 
 def test_a_user_does_not_depend_on_the_others() -> None:
@@ -281,9 +272,6 @@ def test_an_episode_that_the_environment_cuts_is_no_longer_and_has_not_ended_by_
     assert not chunk.terminated.any()
 
 
-# ------------------------------------------------------------------------------------- training
-
-
 def small(**changes: Any) -> Any:
     base: dict[str, Any] = {
         "environment": "cartpole",
@@ -358,9 +346,6 @@ def test_noise_is_added_once_and_only_by_the_plan() -> None:
     assert noise.std() == pytest.approx(std, rel=0.12)
 
 
-# --------------------------------------------------------------------------------- private counts
-
-
 @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
 def test_private_counts_have_the_noise_of_the_binary_mechanism(mechanism: str) -> None:
     scale, episodes = 2.0, 14
@@ -389,30 +374,6 @@ def test_one_user_is_in_at_most_depth_partial_sums() -> None:
     z = Counting(1.0, mechanism="gaussian").scale(20, episodes) / math.sqrt(3 * 20 * depth)
     assert gaussian_epsilon(z, 1e-5) == pytest.approx(1.0, rel=1e-4)
     assert Counting(math.inf).scale(20, episodes) == 0
-
-
-# ------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"environment": "cart-pole"}, "'cart-pole' is unknown; there are: cartpole"),
-        ({"update.clipnorm": 1.0}, "clipnorm"),
-        ({"privacy.partition": "poison"}, "partition"),
-        ({"policy.scale": [1.0]}, "scale has 1 numbers, not 4"),
-        ({"policy.levels": [-1.0, 0.0, 1.0]}, "levels has 3 numbers, not 2"),
-        ({"environment": "dosing-0"}, "use linear"),
-        ({"policy.type": "linear"}, "must be pgpe"),
-        ({"policy.type": "linear", "update": {"name": "pgpe"}}, "use log-linear"),
-    ],
-)
-def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DprlhfError, match=message):
-        train(small(**changes), key=KEY, seed=0)
-
-
-# ----------------------------------------------------------------------------- tables in miniature
 
 
 @pytest.mark.slow

@@ -60,9 +60,6 @@ def test_parts_have_one_size_and_waste_little(rows: int, monkeypatch: pytest.Mon
     assert -rows % size < -(-rows // 4)
 
 
-# ----------------------------------------------------------------------------------- policies
-
-
 def policy_of(model_type: str, adapter: Adapter | None = None, **settings: Any) -> CausalLMPolicy:
     known = transformers.AutoConfig.for_model(model_type)
     chosen = {name: value for name, value in tiny.SMALL.items() if hasattr(known, name)}

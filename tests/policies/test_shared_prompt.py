@@ -133,9 +133,6 @@ def test_other_models_keep_their_rows_apart(model_type: str, settings: dict[str,
     assert not supported(config)
 
 
-# --- decoding ------------------------------------------------------------------------------------
-
-
 def logits_of_steps(
     policy: CausalLMPolicy,
     prompts: list[list[int]],

@@ -76,9 +76,6 @@ def rows_of(rows: int, length: int, vocabulary: int, seed: int = 0) -> Rows:
     return Rows(tokens, mask, length)
 
 
-# --- the kept set --------------------------------------------------------------------------------
-
-
 def by_transformers(policy: Any, logits: torch.Tensor) -> torch.Tensor:
     rows = [log_distribution(policy, row, torch.tensor([1])) for row in logits]
     return torch.stack(rows)
@@ -125,9 +122,6 @@ def test_a_rows_kept_tokens_do_not_depend_on_the_other_rows(sampling: Sampling) 
     for row in range(6):
         assert torch.equal(cutoff(scores[row : row + 1], sampling)[0], together[row])
     assert torch.equal(cutoff(scores.flip(0), sampling).flip(0), together)
-
-
-# --- log-probabilities and their gradients -------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -231,9 +225,6 @@ def test_the_score_has_mean_zero_under_what_is_sampled(sampling: Sampling) -> No
     assert float(mean.sum(0).abs().max()) > 1e-3
 
 
-# --- sampling ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sampling", EACH, ids=flat)
 def test_tokens_are_drawn_from_the_stated_distribution(sampling: Sampling) -> None:
     """The first token, and the second after the likeliest first one."""
@@ -277,9 +268,6 @@ def test_what_a_user_samples_does_not_depend_on_the_batch(sampling: Sampling) ->
     alone = draw(policy, five(2), responses=4)
     assert torch.equal(alone.tokens[:, -6:], whole.tokens[:8, -6:])
     assert torch.equal(alone.mask[:, -6:], whole.mask[:8, -6:])
-
-
-# --- what is compared with the base policy -------------------------------------------------------
 
 
 def test_the_log_ratio_to_the_base_policy_leaves_truncation_out() -> None:

@@ -38,8 +38,6 @@ from dprlhf.privacy.partitions import poisson
 from dprlhf.privacy.partitions.random_allocation import block, compose_blocks
 from dprlhf.privacy.random_allocation import Side
 
-# ---- ground truth ------------------------------------------------------------------------------
-
 
 def call(strike: float, s: float) -> float:
     """E[(X - strike)_+] for log X ~ N(-s²/2, s²)."""
@@ -96,9 +94,6 @@ def sampled(z, rounds, eps, side, tilt, samples):
     return float(v.mean()), float(v.std() / math.sqrt(len(v)))
 
 
-# ---- one Gaussian ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("eps", "z"), [(1, 3.7306), (2, 1.9938), (4, 1.0812), (8, 0.6002)])
 def test_one_gaussian_needs_the_known_noise(eps: float, z: float) -> None:
     assert gaussian_noise_multiplier(eps, 1e-5) == pytest.approx(z, abs=6e-5)
@@ -141,8 +136,6 @@ def test_gaussian_epsilon_is_verified_or_infinite(log_z: float, log_delta: float
     if 1e-3 < z < 1e10 and delta > 1e-14 and eps > 0:
         assert gaussian_delta(z, eps * (1 - 1e-7)) > delta
 
-
-# ---- random allocation: values -----------------------------------------------------------------
 
 # Required noise at delta = 1e-5, T = 16, 64, 100, 200; each is confirmed by sampling below.
 REQUIRED = {
@@ -204,9 +197,6 @@ def test_curves_against_sampling(z, rounds, eps, side, tilt):
     mean, error = sampled(z, rounds, eps, side, tilt, 40_000)
     assert error < 0.03 * mean
     assert abs(random_allocation.bracket(z, rounds, eps, side).upper - mean) < 4 * error
-
-
-# ---- random allocation: bounds -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -276,9 +266,6 @@ def test_extreme_noise_never_crashes() -> None:
         assert 100 < epsilon(Mechanism(z, 1000), 0.01).epsilon <= gaussian_epsilon(z, 0.01)
     assert epsilon(Mechanism(math.inf, 100), 1e-6).epsilon == 0
     assert epsilon(Mechanism(1e-160, 100), 1e-6).epsilon == math.inf
-
-
-# ---- adjacency, participations, releases, Poisson ----------------------------------------------
 
 
 def test_replace_one_under_random_allocation() -> None:
@@ -435,9 +422,6 @@ def test_poisson_against_sampling() -> None:
     assert abs(found - v.mean()) < 4 * v.std() / math.sqrt(len(v)) + 1e-3 * found
 
 
-# ---- calibration -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_calibrate_then_account_100_times() -> None:
     rng = np.random.default_rng(0)
@@ -457,9 +441,6 @@ def test_calibrate_then_account_100_times() -> None:
         again = epsilon(Mechanism(z, rounds, partition, adjacency), delta)
         assert cost == again
         assert 0.999 * eps <= again.epsilon <= eps, (partition, rounds, eps, delta)
-
-
-# ---- refusals, imports, results ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,6 @@ def test_hardly_any_noise_costs_what_one_run_of_it_does() -> None:
     assert total_epsilon([tiny, Mechanism(1.0, 2, "fixed")], 1e-6).epsilon >= 1e300
 
 
-# --- plans that follow from results -------------------------------------------------------------
-
-
 def worst(menu: list[Mechanism], side: Any, epsilon_at: Any, allowed: Any) -> float:
     """Return δ of the worst way to choose runs in view of the privacy loss so far.
 

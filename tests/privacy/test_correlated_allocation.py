@@ -215,9 +215,6 @@ def test_the_same_terms_give_the_same_epsilon() -> None:
     assert first[0] == pytest.approx(2.482, rel=5e-3)  # stated once, stated always
 
 
-# --- the steps of the proof ---------------------------------------------------------------------
-
-
 def adaptive_ratio(c: np.ndarray, noise: float, draws: int, seed: int, turn: bool) -> np.ndarray:
     """L where a user's direction in d = 2 depends on all released before, ``[draws]``."""
     rounds, random = len(c), np.random.default_rng(seed)
@@ -272,9 +269,6 @@ def test_the_columns_are_non_negative_with_norms_of_at_most_one() -> None:
             assert all(sum(int(u) ** 2 for u in column) <= 2**40 for column in units.T)
         banded = square_root(rounds, bands)
         assert all(c[t, t - k] == banded[t, k] for t in range(rounds) for k in range(min(bands, t)))
-
-
-# --- several runs -------------------------------------------------------------------------------
 
 
 def test_a_total_with_such_a_run_is_an_upper_bound() -> None:

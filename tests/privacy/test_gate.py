@@ -70,9 +70,6 @@ def test_the_noise_does_not_depend_on_the_device(gate, bands, monkeypatch):
         assert float(here.abs().min()) > 0
 
 
-# -------------------------------------------------------------------------------- the order
-
-
 def test_the_ledger_is_charged_on_disk_before_noise_is_drawn(gate, monkeypatch):
     g = gate()
     real = module.rounded_gaussian
@@ -169,9 +166,6 @@ def test_a_round_cut_short_is_spent(gate: Callable[..., Gate]) -> None:
         again.release(1, zeros(g.plan))
 
 
-# ------------------------------------------------------------------------ a restored run folder
-
-
 def difference_after_restoring(folder, first, second, p):
     """Release round 2 in a run, and again in a copy of its folder made before; subtract."""
     ledger = Ledger(folder / "run.jsonl", p.terms())
@@ -198,9 +192,6 @@ def test_a_restored_run_folder_draws_fresh_noise(tmp_path, monkeypatch, changes)
     monkeypatch.setattr("dprlhf.privacy.ledger.new_nonce", new_nonce)
     shown = difference_after_restoring(tmp_path, one.clone(), other.clone(), p)
     assert has_std(shown, math.sqrt(2) * 1.5 * 0.4 / (square_root(4, p.bands)[1, 0]))
-
-
-# --------------------------------------------------------------------------------- the noise
 
 
 def has_std(x: np.ndarray[Any, Any], std: float) -> bool:
@@ -306,9 +297,6 @@ def test_an_empty_batch_is_charged_and_noised_all_the_same(gate: Callable[..., G
     value = value_of(g.release(1, zeros(g.plan)))
     assert (value != 0).all()
     assert g.ledger.charged == {1}
-
-
-# ----------------------------------------------------------------------------- the baseline
 
 
 @pytest.mark.parametrize("clip_norm", [0.4, math.inf])

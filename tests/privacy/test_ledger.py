@@ -47,9 +47,6 @@ def reopened(path: Path, terms: dict[str, Any] | None = None) -> Ledger:
     return Ledger(path, TERMS if terms is None else terms)
 
 
-# ------------------------------------------------------------------------------------ nonces
-
-
 def test_every_charge_has_a_nonce_of_the_operating_system(path, monkeypatch):
     monkeypatch.setattr(module, "new_nonce", new_nonce)
     written(path)
@@ -62,9 +59,6 @@ def test_every_charge_has_a_nonce_of_the_operating_system(path, monkeypatch):
     assert asked == [32]
     assert len(set(nonces)) == 3
     assert all(len(bytes.fromhex(nonce)) == 32 for nonce in nonces)
-
-
-# ------------------------------------------------------------------------------- durability
 
 
 def test_a_charge_is_on_disk_before_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +138,6 @@ def test_a_last_line_of_zero_bytes_counts_as_torn(path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-# -------------------------------------------------------------------------------- no space
-
-
 def fail_half_way(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __init__(self, file: Any) -> None:
@@ -192,9 +183,6 @@ def test_a_full_disk_at_the_start_leaves_a_ledger_that_can_be_opened(path, monke
             Ledger(path, TERMS)
     assert path.read_bytes() == b""
     charge(reopened(path), 1)
-
-
-# --------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -316,9 +304,6 @@ def test_every_flipped_byte_is_noticed(path: Path) -> None:
             read_ledger(path)
 
 
-# ------------------------------------------------------------------------------- one writer
-
-
 def test_a_second_opening_is_refused_until_the_first_is_closed(path: Path) -> None:
     first = Ledger(path, TERMS)
     charge(first, 1)
@@ -340,9 +325,6 @@ def test_the_torn_tail_of_a_running_process_is_left_alone(path: Path) -> None:
         with pytest.raises(DprlhfError, match="another process"):
             reopened(path)
     assert path.read_bytes() == content
-
-
-# ------------------------------------------------------------------------------ what it says
 
 
 def test_entries_hold_public_values_only(path: Path) -> None:
@@ -386,9 +368,6 @@ def test_an_empty_ledger_tells_nothing_of_what_was_spent(tmp_path: Path) -> None
     for read in (lambda: charged_rounds(tmp_path / "ledger.jsonl"), lambda: records_of(tmp_path)):
         with pytest.raises(DprlhfError, match=r"ledger\.jsonl: empty; what this run spent is not"):
             read()
-
-
-# ------------------------------------------------------------------------- against a checkpoint
 
 
 def test_a_checkpoint_older_than_the_ledgers_last_is_refused(path: Path) -> None:

@@ -56,9 +56,6 @@ def uniform(counts: NDArray[Any]) -> bool:
     return bool(stats.chisquare(counts.ravel()).pvalue > LEVEL)
 
 
-# ----------------------------------------------------------------------- random allocation
-
-
 @pytest.mark.parametrize(("rounds", "times"), [(1, 1), (20, 1), (20, 4), (12, 12)])
 def test_every_user_is_in_exactly_k_rounds_one_from_each_block(rounds: int, times: int) -> None:
     p = plan(5000, rounds, times=times)
@@ -144,9 +141,6 @@ def test_the_mean_batch_is_the_divisor() -> None:
         assert abs(mean - p.expected_batch_size) < 4 * math.sqrt(p.expected_batch_size / (300 * 10))
 
 
-# ---------------------------------------------------------------------- fixed and stream
-
-
 @pytest.mark.parametrize("partition", ["fixed", "stream"])
 @pytest.mark.parametrize(("users", "rounds"), [(12, 3), (13, 3), (14, 3), (5, 5), (9, 1)])
 def test_cut_rounds_have_exactly_m_users_and_are_disjoint(partition, users, rounds):
@@ -173,9 +167,6 @@ def test_fixed_is_a_uniform_permutation() -> None:
     codes, counts = np.unique(rounds @ 3 ** np.arange(5), return_counts=True)
     assert len(codes) == 30
     assert uniform(counts)
-
-
-# ------------------------------------------------------------------------------- Poisson
 
 
 def membership(p: Plan, number: int = 0) -> NDArray[np.bool_]:
@@ -208,8 +199,6 @@ def test_poisson_rounds_are_independent_and_those_of_random_allocation_are_not()
     assert rounds_are_independent(plan(20_000, 4, "poisson"))
     assert not rounds_are_independent(plan(20_000, 4))
 
-
-# ------------------------------------------------------------------------------ all of them
 
 PARTITIONS = ["random-allocation", "fixed", "stream", "poisson"]
 

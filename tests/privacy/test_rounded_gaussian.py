@@ -37,9 +37,6 @@ def only_slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module._table.cache_clear()
 
 
-# ------------------------------------------------------------------------- every single draw
-
-
 def expected(context: str, std: Fraction, count: int, f: list[Fraction]) -> list[int]:
     """The draws of one block from their definition: ±Q(V) by the inverse of the error function."""
     words = uint64_stream(KEY, context, 0, count=count).tolist()
@@ -181,9 +178,6 @@ def test_the_knots_are_exact() -> None:
             assert density[i] == pytest.approx(float(mpmath.npdf(q)), rel=1e-15)
 
 
-# ----------------------------------------------------------------------------------- the law
-
-
 def fits(draws: NDArray[np.float64], std: Fraction, f: Fraction, *, rounded: bool = True) -> bool:
     """A chi-squared test against the exact probabilities of cells; or of a discrete Gaussian."""
     reach = int(4 * std) + 1
@@ -267,9 +261,6 @@ def test_blocks_and_neighbours_are_independent(full: NDArray[np.float64]) -> Non
         assert abs(np.corrcoef(full[:-lag], full[lag:])[0, 1]) < 4.5 / math.sqrt(n - lag)
 
 
-# ---------------------------------------------------------------------------------- streams
-
-
 def test_the_number_of_threads_does_not_change_what_is_drawn() -> None:
     count = 13 * module._TOGETHER * module._BLOCK + 5  # some 7 of them need multiple precision
     before = torch.get_num_threads()
@@ -296,9 +287,6 @@ def test_another_key_context_or_number_draws_otherwise() -> None:
     uses = [(KEY, "a", 1), (KEY, "a", 2), (KEY, "b", 1), (bytes(32), "a", 1), (KEY, "a", 1, 1)]
     rows = [rounded_gaussian(*use, std=FULL, count=n).numpy() for use in uses]  # type: ignore[arg-type]
     assert np.abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 5 / math.sqrt(n)
-
-
-# ----------------------------------------------------------------------------------- the grid
 
 
 def distance_squared(a: NDArray[np.float64], b: NDArray[np.float64]) -> Fraction:

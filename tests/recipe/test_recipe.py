@@ -21,9 +21,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------- keys
-
-
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
@@ -49,9 +46,6 @@ def test_a_missing_key_is_named(key: str) -> None:
     del values[key]
     assert refusal(values) == f"'{key}' is missing"
     assert refusal(settings(data={"split": "x"})) == "'data.path' is missing"
-
-
-# ----------------------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize(
@@ -139,9 +133,6 @@ def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
         assert made.update.clip_norm == math.inf
 
 
-# -------------------------------------------------------------------------------- overrides
-
-
 @pytest.mark.parametrize(
     ("override", "read"),
     [
@@ -167,9 +158,6 @@ def test_overrides_apply_in_order(file: Path) -> None:
     assert load_recipe(file, ["rounds=3", "rounds=4"]).rounds == 4
     changed = load_recipe(file, ["privacy.epsilon=null", "privacy.noise_multiplier=1.5"])
     assert (changed.privacy.epsilon, changed.privacy.noise_multiplier) == (None, 1.5)
-
-
-# ------------------------------------------------------------------------------------ files
 
 
 @pytest.mark.parametrize(
@@ -263,9 +251,6 @@ def test_evaluation_on_other_rows_is_not(key: str) -> None:
     make_recipe(settings(data=PEOPLE, evaluation={"data": {**PEOPLE, key: "other"}}))
     sliced = {**PEOPLE, "split": "train[:90%]"}
     make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))
-
-
-# -------------------------------------------------------------- names of before, experiments
 
 
 @pytest.mark.parametrize("name", REMOVED_TYPES)

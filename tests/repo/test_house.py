@@ -81,9 +81,6 @@ def test_docstrings_are_sentences(modules: dict[str, ast.Module]) -> None:
 """Modules whose texts may name them: ``bench`` has a checkout."""
 
 
-# --- what reads the house sees what it should ------------------------------------------------
-
-
 def read(**sources: str) -> dict[str, ast.Module]:
     return {"dprlhf." + name.replace("__", "."): ast.parse(text) for name, text in sources.items()}
 
@@ -125,8 +122,6 @@ def test_the_root_is_above_everything() -> None:
     assert len(house.upward(house.read_arrows(modules))) == 1
 
 
-# --- ceilings that only go down ------------------------------------------------------------------
-
 SLACK = 1.03
 
 
@@ -146,11 +141,3 @@ def test_the_house_does_not_grow() -> None:
 @pytest.mark.slow
 def test_a_plain_run_loads_little() -> None:
     check_ceilings(figures.plain_run())
-
-
-@pytest.mark.slow
-def test_the_figures_of_the_layout_can_be_counted() -> None:
-    """The script that writes ``docs/results/house.json`` fits the tests that it reads."""
-    rows = {row.name: row.value for part in (figures.imports, figures.sizes) for row in part()}
-    assert rows["circles of imports"] == rows["imports to a higher room"] == 0
-    assert 0 < rows["modules that open Private"] <= 10

@@ -77,9 +77,6 @@ def batch_normalised(completions: list[str], **_: Any) -> list[float]:
     return list((raw - raw.mean()) / (raw.std() + 1e-4))
 
 
-# --- scoring ------------------------------------------------------------------------------------
-
-
 def test_weights_add_none_drops_its_term_and_the_bound_clips() -> None:
     def sparse(completions: list[str]) -> list[float | None]:
         return [None if c.startswith("n") else 100.0 for c in completions]
@@ -442,18 +439,6 @@ def test_a_classifier_with_experts_is_called_for_one_user_at_a_time(tmp_path, mo
     assert load_reward(recipe.Reward(classifier=str(folder))).per_user
 
 
-def test_a_per_user_reward_does_not_see_the_neighbours() -> None:
-    mine = ["a", "abc"]
-    for neighbours in (["b"], ["a long neighbour", "x"]):
-        users = [0, 0] + [1] * len(neighbours)
-        safe = score(
-            LoadedReward(batch_normalised, "r", per_user=True), mine + neighbours, users=users
-        )
-        assert safe.values[:2].tolist() == batch_normalised(mine)
-        unsafe = score(batch_normalised, mine + neighbours, users=users)
-        assert unsafe.values[:2].tolist() != batch_normalised(mine)
-
-
 def test_async_rewards_run_with_and_without_a_running_loop() -> None:
     async def slow(completions: list[str], **_: Any) -> list[float]:
         await asyncio.sleep(0)
@@ -517,8 +502,6 @@ def test_a_reward_cannot_change_the_messages_of_the_caller(changed: str) -> None
         assert scores.values.tolist() == [1.0, 1.0]
     assert prompts == completions == tests == said()
 
-
-# --- leaks --------------------------------------------------------------------------------------
 
 LOGGER = logging.getLogger("tests.chatty")
 
@@ -654,8 +637,6 @@ def test_interrupts_pass_without_their_text(problem, as_async, capfd):
     assert score(fine, ["a"]).values.tolist() == [7.0]
 
 
-# --- contract -----------------------------------------------------------------------------------
-
 PROMPTS = ["one", "one", "two", "three"]
 COMPLETIONS = ["a", "bcd", "efghijk", "some more"]
 
@@ -764,9 +745,6 @@ def test_contract_says_what_is_wrong(reward: Any, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# --- TRL's own rewards --------------------------------------------------------------------------
-
-
 def conversation(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
@@ -792,9 +770,6 @@ def test_rewards_of_trl_run_unchanged() -> None:
     repetition = trl_rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
     assert score(repetition, ["abcd", "aaaaa"]).values.tolist() == [0.0, -0.75]
     check_reward(repetition, ["p"] * 2, ["abcd", "aaaaa"])
-
-
-# --- loading ------------------------------------------------------------------------------------
 
 
 def test_function_from_a_file(tmp_path: Path) -> None:
@@ -840,9 +815,6 @@ def test_a_file_that_several_rewards_name_runs_once(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(one)) is one
     path.write_text("def three(completions): return [3.0] * len(completions)\n")
     assert load_reward(f"{path}:three").function(completions=["a"]) == [3.0]
-
-
-# --- classifier ---------------------------------------------------------------------------------
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -1117,9 +1089,6 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     [reward] = stage.rewards
     function: Any = reward.function
     assert function.model.device == parts.policy.device == torch.device("meta")
-
-
-# --- documentation ------------------------------------------------------------------------------
 
 
 def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:

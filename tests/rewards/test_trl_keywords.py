@@ -51,9 +51,6 @@ def run(tmp_path: Path, reward: Any, **flat: Any) -> Path:
     return tmp_path / "run"
 
 
-# --- answers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -66,9 +63,6 @@ def run(tmp_path: Path, reward: Any, **flat: Any) -> Path:
 )
 def test_scalars_and_arrays_of_other_libraries_are_numbers(answer: Any) -> None:
     assert score(lambda completions: answer, ["a", "b"]).values.tolist() == [1.5, 2.0]
-
-
-# --- trainer_state ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -118,8 +112,6 @@ def test_a_reward_that_couples_users_in_later_rounds_is_refused() -> None:
     with pytest.raises(DprlhfError, match=r"fails the check 'alone'"):
         check_reward(later, PROMPTS, TEXTS, state=RoundState(0, 6))
 
-
-# --- log_metric and log_extra -------------------------------------------------------------------
 
 SECRET = 4321.5
 
@@ -242,9 +234,6 @@ def test_a_list_that_lies_about_its_length_costs_its_user_alone() -> None:
     assert scores.valid.tolist() == [text != "bb" for text in TEXTS]
 
 
-# --- asynchronous -------------------------------------------------------------------------------
-
-
 def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> None:
     met = {"a": asyncio.Event(), "b": asyncio.Event()}
 
@@ -259,6 +248,3 @@ def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> 
     result = score([meeting("a", "b"), length, meeting("b", "a")], TEXTS)
     assert result.values.tolist() == [3.0, 6.0, 9.0, 12.0]
     assert result.failures == {}
-
-
-# --- state --------------------------------------------------------------------------------------

@@ -40,8 +40,6 @@ from helpers.sampled import (
     prompts_of,
 )
 
-# --- what the tokens depend on -------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
 @pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
@@ -265,9 +263,6 @@ def test_no_users_no_responses() -> None:
     assert len(empty.texts) == len(empty.user) == len(empty.from_base) == 0
 
 
-# --- the distribution ----------------------------------------------------------------------------
-
-
 def chi_squared(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     """The p-value of the counts; tokens that are expected fewer than 8 times count as one."""
     expected = probabilities * len(tokens)
@@ -391,9 +386,6 @@ def test_a_row_of_nan_costs_nobody_else(words: int) -> None:
     assert 0 <= int(found.min()) <= int(found.max()) < words
 
 
-# --- log-probabilities ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("base", [False, True])
 def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(kind, base):
@@ -418,9 +410,6 @@ def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(kind, base):
             logits = model(input_ids=ids[None]).logits[0].double() / TEMPERATURE
         expected = logits.log_softmax(1)[range(len(ids) - count - 1, len(ids) - 1), ids[-count:]]
         np.testing.assert_allclose(measured[row, :count], expected, rtol=tolerance, atol=tolerance)
-
-
-# --- the end of a response, and prompts of all kinds ----------------------------------------------
 
 
 def test_the_mask_includes_the_first_end_token_and_nothing_after() -> None:
@@ -469,6 +458,3 @@ def test_no_log_line_tells_how_long_a_private_prompt_is(caplog: pytest.LogCaptur
     finally:
         logger.setLevel(level)
         logger.removeHandler(caplog.handler)
-
-
-# --- the size of a micro-batch --------------------------------------------------------------------

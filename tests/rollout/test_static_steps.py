@@ -13,7 +13,7 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout import resolve_batch_size, static_steps
 from dprlhf.rollout.decoding import decode
-from dprlhf.rollout.static_steps import StaticSteps, captured
+from dprlhf.rollout.static_steps import StaticSteps
 from helpers import tiny
 from helpers.graph_recorder import Cuda
 from helpers.marks import slow
@@ -84,25 +84,6 @@ def test_a_step_is_captured_once_and_then_repeated_on_the_same_memory() -> None:
     assert rooms == [
         x.data_ptr() for layer in static._cache.layers for x in (layer.keys, layer.values)
     ]
-
-
-def test_a_graph_repeats_operations_and_not_python() -> None:
-    """Negative control: a step that counts in Python stays where it was captured."""
-    counted, fixed = torch.zeros(1), torch.zeros(1)
-    number = iter(range(9))
-
-    def step() -> None:
-        fixed.add_(1)
-        counted.copy_(torch.full((1,), float(next(number))))
-
-    run = captured(step, Cuda())
-    before = float(fixed)
-    run()
-    run()
-    assert float(fixed) == before + 2
-    assert float(counted) == 1
-    with pytest.raises(RuntimeError, match="not permitted"):
-        captured(lambda: fixed.add_(float(fixed)) and None, Cuda())  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -181,9 +162,6 @@ def test_a_gpus_graph_computes_what_its_ordinary_steps_do(kind: tiny.Kind) -> No
         assert found == expected
         for ours, theirs in zip(logits, ordinary, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(policy: CausalLMPolicy, message: str) -> None:

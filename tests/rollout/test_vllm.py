@@ -237,9 +237,6 @@ def test_vllm_loads_the_very_commit_that_transformers_loaded(fake: vllm_stub.Fau
     assert backend.engine(policy).arguments["revision"] == "5" * 40
 
 
-# --- the stand-in is that of the pinned version ---------------------------------------------------
-
-
 def test_the_stand_in_is_of_the_pinned_version() -> None:
     with (REPOSITORY / "pyproject.toml").open("rb") as file:
         (pinned,) = tomllib.load(file)["project"]["optional-dependencies"]["vllm"]

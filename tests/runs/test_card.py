@@ -90,14 +90,6 @@ def test_declared_tuning_runs_are_paid_for() -> None:
     assert not any("tuned" in line for line in card["assumptions"])
 
 
-@pytest.mark.parametrize(("declared", "said"), [(None, "not declared"), (0, "declared: none")])
-def test_what_is_said_where_no_tuning_run_counts(declared: int | None, said: str) -> None:
-    card = card_of(declared)
-    assert card["tuning"].startswith(said)
-    assert "total" not in card
-    assert "the recipe was not tuned on the same users" in card["assumptions"]
-
-
 def test_a_selection_of_rows_is_told() -> None:
     """Were it taken anew without a row, the next one would move up: two users would change."""
     for data, told in (
@@ -159,8 +151,6 @@ def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> Non
     kept = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=found, delta=delta)
     assert kept.guarantee.epsilon <= epsilon
 
-
-# ---------------------------------------------------------------- what was trained, and released
 
 BASE: dict[str, Any] = {
     "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},

@@ -43,9 +43,6 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-# ------------------------------------------------------------------------------------ secrets
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o000])
 def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
@@ -74,9 +71,6 @@ def test_a_copy_that_lost_its_mode_is_closed_again(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o700
 
 
-# ----------------------------------------------------------------------------------- refusals
-
-
 def test_an_existing_run_is_refused_with_the_way_to_go_on(folder: RunFolder) -> None:
     key = folder.key.read_bytes()
     with pytest.raises(DprlhfError) as caught:
@@ -94,9 +88,6 @@ def test_a_damaged_key_is_refused(folder: RunFolder, content: bytes | None) -> N
     with pytest.raises(DprlhfError, match="secret key is missing or damaged"):
         folder.open()
     assert not folder.key.exists() or folder.key.read_bytes() == content  # never made anew
-
-
-# ------------------------------------------------------------------------------- atomic writes
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -147,9 +138,6 @@ def test_an_atomic_write_is_durable_when_it_returns(tmp_path, monkeypatch):
     assert steps == [5, "replace", "folder"]  # the name is as durable as the content
 
 
-# ------------------------------------------------------------------------------- lines of JSON
-
-
 @pytest.mark.parametrize("block", [8, 2**16])
 def test_lines_survive_a_torn_one(tmp_path, monkeypatch, block):
     monkeypatch.setattr("dprlhf.runs.folder._BLOCK", block)  # of which a line may have several
@@ -187,9 +175,6 @@ def test_secret_text_is_for_the_operator_alone_and_its_size_ends_no_run(tmp_path
         append_secret(Path("/dev/full"), "dropped")
     append_secret(path, "b\n")
     assert path.read_text() == "a\\ud800\nb\n"
-
-
-# --------------------------------------------------------------------------------- checkpoints
 
 
 class Policy:
@@ -446,8 +431,6 @@ def test_files_of_a_replaced_folder_are_synced_before_the_rename(tmp_path, monke
     ]  # fmt: skip
     assert sorted(p.name for p in path.iterdir()) == ["inside"]
 
-
-# ------------------------------------------------------- what a resumed run must still know
 
 PLAN = make_plan(users=3, rounds=3, delta=1e-5, noise_multiplier=1.0)
 SETTINGS = make_recipe(

@@ -78,9 +78,6 @@ def test_a_model_card_alone_tells_the_cost(place: Path, tmp_path: Path) -> None:
     assert (told.delta, earlier.total_of([told]).delta) == (1e-5, 1e-5)
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
 def test_each_writer_of_weights_writes_it_everywhere(place: Path) -> None:
     run = run_id(place / "run")
     said = [
@@ -135,9 +132,6 @@ def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(place / "merged")
     loaded.save_pretrained(tmp_path / "again")  # by transformers alone
     assert carried_by(str(tmp_path / "again"))[0]["runs"][0]["run"] == run_id(place / "run")
-
-
-# --- what is read ---------------------------------------------------------------------------------
 
 
 def only_file(folder: Path) -> None:

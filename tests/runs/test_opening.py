@@ -216,9 +216,6 @@ def test_what_is_declared_to_be_public_passes_and_the_digest_stays() -> None:
     assert recipe_digest(recipe()) == recipe_digest(recipe(evaluation__declared_public=True))
 
 
-# --- through the front door, for every stage -------------------------------------------------
-
-
 def file(folder: Path, rows: list[dict[str, Any]]) -> str:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -133,14 +133,6 @@ def test_the_kl_of_one_token_by_enumeration() -> None:
     assert exact > 4 * found["kl_per_token"].standard_error
 
 
-def test_distinct_n_by_hand() -> None:
-    texts = ["a b a b", "a b", ""]
-    assert distinct(texts, 1) == 2 / 6  # a, b
-    assert distinct(texts, 2) == 2 / 6  # ab, ba
-    assert distinct(["a b c"], 2) == 2 / 3  # ab, bc: the last pair as well
-    assert distinct([""], 1) == 0.0
-
-
 def test_a_win_rate_by_hand() -> None:
     """Two wins, one tie, one loss, and one prompt that has no score before."""
     import numpy as np

@@ -71,9 +71,6 @@ def check(policy: CausalLMPolicy, shapes: Shapes) -> str:
     return check_layout(policy, shapes, OneProcess())  # type: ignore[arg-type]
 
 
-# --- rounding ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", [None, kernels.by_place, kernels.by_shape])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_kernel_may_round_by_place_and_by_shape(update, kernel, capsys):
@@ -203,9 +200,6 @@ def test_the_values_that_are_compared_are_not_all_zero() -> None:
         assert not torch.equal(first, second)
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
 def out_of_memory(*_: Any, **__: Any) -> Any:
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 99 bytes")
 
@@ -235,9 +229,6 @@ def test_every_response_of_a_row_is_compared() -> None:
     assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 
 
-# --- whole runs --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_sharp(tmp_path / "model")
@@ -248,9 +239,6 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):
         dprlhf.resume(tmp_path / "run", **given)
-
-
-# --- what sampling keeps ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])

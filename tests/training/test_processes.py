@@ -94,9 +94,6 @@ def charges(folder: Path, kind: str = "charge") -> list[int]:
     return [e.body["round"] for e in read_ledger(folder / "ledger.jsonl") if e.kind == kind]
 
 
-# ------------------------------------------------------------------------------ equal to one
-
-
 @pytest.mark.parametrize("run", SEVERAL)
 def test_sums_and_parameters_equal_those_of_one_process(folder: Path, run: str) -> None:
     one = seen(folder, "run-1")[0]
@@ -227,9 +224,6 @@ def test_every_user_is_on_one_process() -> None:
             assert max(sizes) - min(sizes) <= 1
 
 
-# ------------------------------------------------------------------------- when a process dies
-
-
 @pytest.mark.parametrize(
     ("run", "killed", "committed"),
     [("worker-killed", 2, [1, 2, 3, 4]), ("main-killed", 0, [1, 3, 4])],
@@ -255,9 +249,6 @@ def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
         expected = load_file(folder / "run-1/checkpoint/policy.safetensors")
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
-
-
-# ------------------------------------------------------------------------------- the launch
 
 
 @pytest.mark.parametrize(

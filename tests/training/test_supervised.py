@@ -584,9 +584,6 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert runner.invoke(app, ["resume", "one"]).exit_code == 0
 
 
-# --------------------------------------------------------------------------- what is cut of a row
-
-
 def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() -> None:
     trained = wide_policy(0.1)
     plain, inner = trained.tokenizer, trained.tokenizer.backend_tokenizer
@@ -611,9 +608,6 @@ def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() 
     ]
 
 
-# ------------------------------------------------------------- labels that are written as numbers
-
-
 @pytest.mark.parametrize(
     ("labels", "given", "learnt"),
     [
@@ -634,9 +628,6 @@ def test_where_some_label_is_a_number_no_number_is_an_index() -> None:
     for label in (0, 3, 1.5, math.nan):
         with pytest.raises(DprlhfError, match=r"a row has none of the labels 1, 2, none$"):
             task.number(label)
-
-
-# -------------------------------------------------------- what is found before anybody is charged
 
 
 def refused(spec: recipe.AnyRecipe, match: str, **given: Any) -> str:
@@ -732,9 +723,6 @@ def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(model
         refused(
             documents, r"^evaluation.data: .*\(row 6\)$", data=people(0, 8), evaluation_data=public
         )
-
-
-# ------------------------------------------------------------------------- start tokens, positions
 
 
 def learnt_of(task: Task, trained: CausalLMPolicy, rows: Prompts) -> str:

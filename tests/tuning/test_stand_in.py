@@ -92,14 +92,6 @@ class TestThePlan:
         )  # fmt: skip
         assert plan.expected_batch_size == same.expected_batch_size
 
-    def test_it_states_no_epsilon(self) -> None:
-        private = make_plan(users=60, rounds=4, delta=1e-5, epsilon=2.0)
-        plan = stand_in_plan(private, 60)
-        assert private.private
-        assert not plan.private
-        assert plan.terms()["epsilon"] == "infinity"
-        assert plan.noise_multiplier == private.noise_multiplier
-
     def test_a_plan_with_a_promise_is_refused_for_stand_ins(self, model, tmp_path):
         private = make_plan(users=60, rounds=3, delta=1e-5, epsilon=2.0)
         sources = InMemoryInputs(PUBLIC[:60], lower_case, None, stand_in_plan=lambda r: private)

@@ -71,8 +71,6 @@ def found(policy, responses, scores, spec, clip_norm):
         set_parameters(policy, before)
 
 
-# --- the natural gradient ------------------------------------------------------------------------
-
 VOCABULARY = 5
 PROMPTS = [[1, 2, 3], [4, 1], [2], [3, 3, 2, 1]]
 
@@ -137,9 +135,6 @@ def test_without_noise_it_is_the_natural_gradient(monkeypatch: pytest.MonkeyPatc
     assert relative_error(found(policy, printed, scores, spec, 1e3), truth) > 0.1
     assert float(torch.nn.functional.cosine_similarity(truth, gradient, dim=0)) < 0.99
     assert UPDATES["npg"] is npg
-
-
-# --- the oracles, one user after the other -------------------------------------------------------
 
 
 def examples_by_hand(policy, responses, values, largest_ratio):
@@ -263,9 +258,6 @@ def test_sufficient_statistics_equal_the_normal_equations() -> None:
     assert float(measured.norm()) <= oracle["radius"] * (1 + 1e-12)
 
 
-# --- one user's bound ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gain", [1.0, 8.0])
 def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
     """A contribution bounded by b gets noise zb/m, a little more beside telemetry.
@@ -296,9 +288,6 @@ def test_noise_has_the_oracles_own_sensitivity(gain: float) -> None:
     assert round_.released is not None
     assert len(value_of(round_.released)) == 20_000
     assert round_.reward is not None
-
-
-# --- recipes and runs ----------------------------------------------------------------------------
 
 
 def test_dimensions_are_checked_before_the_first_round() -> None:

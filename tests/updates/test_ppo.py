@@ -54,9 +54,6 @@ def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores
     return Scores(scores.values[rows], scores.valid[rows], {})
 
 
-# --- the plain loop ----------------------------------------------------------------------------
-
-
 def joined(parameters: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in parameters])
 
@@ -268,9 +265,6 @@ def test_the_server_moves_by_the_mean() -> None:
     assert float(moved.norm()) > 0.01
 
 
-# --- one user's bound --------------------------------------------------------------------------
-
-
 def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
     """Telemetry has its part e; the move's radius is √(S² − e²), in every step."""
     policy = policy_of()
@@ -313,9 +307,6 @@ def test_a_user_that_comes_twice_is_refused() -> None:
     twice = Private([(np.array([2]), vector), (np.array([2]), vector)])
     with pytest.raises(ValueError, match="twice"):
         round_.clipped_vectors(twice)
-
-
-# --- the parts ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -447,6 +438,3 @@ def test_other_trainable_parameters_are_refused_by_name(trained: str, layer: str
     assert f"{trained}' ({layer})" in str(caught.value)
     assert "policy.adapter.type: lora or ffa-lora" in str(caught.value)
     assert not gate.sums
-
-
-# --- the recipe and whole runs ------------------------------------------------------------------

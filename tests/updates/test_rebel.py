@@ -76,9 +76,6 @@ class Recorder:
         return Released(bounded.total, 1)
 
 
-# --- the gradient --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("eta", [1.0, 0.3])
 def test_every_release_is_the_gradient_of_the_true_loss(eta: float) -> None:
     policy = policy_of("gpt2", "lora")
@@ -150,12 +147,6 @@ def test_the_arms_of_reference_sampling_are_paired() -> None:
         rebel(round_, spec_of(steps=1))
         sums.append(gate.sums[0].total)
     assert torch.equal(*sums)
-
-
-# --- releases ------------------------------------------------------------------------------------
-
-
-# --- where it ends -------------------------------------------------------------------------------
 
 
 def conflicting() -> tuple[Responses, Scores]:
@@ -281,6 +272,3 @@ def pair_features(policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
         gradients = torch.autograd.grad(difference, parameters, retain_graph=True)
         rows.append(torch.cat([g.flatten() for g in gradients]))
     return torch.stack(rows)
-
-
-# --- recipes and runs ----------------------------------------------------------------------------

@@ -49,9 +49,6 @@ def scores_of(values: Array, valid: NDArray[np.bool_] | None = None) -> Scores:
     return Scores(values, np.ones(len(values), dtype=bool) if valid is None else valid, {})
 
 
-# --- baselines ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arms", [ON_POLICY, TWO_ARMS])
 def test_paired_by_hand(arms: NDArray[np.bool_]) -> None:
     """Arms {1, 3} and {−2, 6}: both means are 2."""
@@ -102,9 +99,6 @@ def test_a_responses_baseline_does_not_contain_its_own_reward(rewards: Array, ar
         np.testing.assert_allclose(moved, 7, rtol=1e-12)
 
 
-# --- weights -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stand_in", [math.nan, 2.0])
 @pytest.mark.parametrize("baseline", sorted(BASELINES))
 def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(baseline, stand_in):
@@ -127,9 +121,6 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(baseline, stand
     assert not after[of_user].any()
     assert np.array_equal(after[~of_user], before[~of_user])
     assert before[of_user].any()
-
-
-# --- the whole contribution, from scratch ------------------------------------------------------
 
 
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
@@ -243,7 +234,6 @@ def test_the_unclipped_mean_is_the_gradient_of_the_batch_surrogate() -> None:
     assert gain == pytest.approx(step * float(mean.norm()) ** 2, rel=1e-3)
 
 
-# --- enumeration of all responses ---------------------------------------------------------------
 #
 # Four tokens (0 ends a response) and at most two of them: 13 responses. Every combination of k
 # responses is a "user", and its weights are multiplied by its probability, so that the sum with
