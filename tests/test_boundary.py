@@ -188,17 +188,11 @@ WHY = {
 }
 
 DEFINED_IN = {
-    "open_private": "boundary",
-    "BoundedSum": "boundary",
-    "Released": "boundary",
-    "rounded_gaussian": "privacy/rounded_gaussian",
-    "gaussian_noise": "privacy/randomness",
-    "charge": "privacy/ledger",
-    "_Private__value": "",
-    "open_released": "boundary",
-    "post_process": "boundary",
-    "_value": "boundary",
-}
+    "open_private": "boundary", "BoundedSum": "boundary", "Released": "boundary",
+    "rounded_gaussian": "privacy/rounded_gaussian", "gaussian_noise": "privacy/randomness",
+    "charge": "privacy/ledger", "_Private__value": "", "open_released": "boundary",
+    "post_process": "boundary", "_value": "boundary",
+}  # fmt: skip
 
 TYPES = {"BoundedSum", "Released"}
 """These may be imported and named in annotations everywhere; what counts is a use as a value."""

@@ -62,9 +62,7 @@ def test_a_turn_is_a_message_of_the_policy_and_its_score_follows_its_tools() -> 
     assert (found.values == found.returns[:, 0]).all()
 
 
-def scored(
-    answers: list[Any], turns: list[int], *others: LoadedReward, bound: float = 100.0
-) -> Any:
+def scored(answers, turns, *others, bound=100.0):
     def reward(answers: list[Any], **columns: Any) -> list[Any]:
         return answers
 

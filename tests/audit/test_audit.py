@@ -161,15 +161,11 @@ def look_up(name: str) -> str:
 
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
-    "cut at one token": {"mask_truncated": True},
-    "the likeliest alone": {"top_k": 1},
-    "a nucleus": {"top_p": 0.1},
-    "as likely as the likeliest": {"min_p": 1.0},
-    "no repetition": {"repetition_penalty": 2.0},
-    "stop": {"stop": ["a"]},
-    "graphs": {"cuda_graphs": True},
-    "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
-}
+    "cut at one token": {"mask_truncated": True}, "the likeliest alone": {"top_k": 1},
+    "a nucleus": {"top_p": 0.1}, "as likely as the likeliest": {"min_p": 1.0},
+    "no repetition": {"repetition_penalty": 2.0}, "stop": {"stop": ["a"]},
+    "graphs": {"cuda_graphs": True}, "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rollout", ROLLOUTS.values(), ids=ROLLOUTS)
@@ -373,17 +369,11 @@ def test_a_runs_card_states_its_audit_and_keeps_it(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     prompts = ["a", "b", "c", "d"]
     dprlhf.train(
-        model=str(tiny.save(tmp_path / "model")),
-        prompts=prompts,
-        reward=length,
-        epsilon=4.0,
-        rounds=2,
-        rollout__max_new_tokens=2,
-        policy__adapter={"type": "lora", "target_modules": ["c_attn"]},
-        privacy__tuning_runs=1,
-        output_dir=run,
-        quiet=True,
-    )
+        model=str(tiny.save(tmp_path / "model")), prompts=prompts, reward=length, epsilon=4.0,
+        rounds=2, rollout__max_new_tokens=2,
+        policy__adapter={"type": "lora", "target_modules": ["c_attn"]}, privacy__tuning_runs=1,
+        output_dir=run, quiet=True,
+    )  # fmt: skip
     card = json.loads(RunFolder(Path(run)).privacy.read_text())
     readme = RunFolder(Path(run)).policy / "README.md"
     assert "Audit: not run." in readme.read_text()

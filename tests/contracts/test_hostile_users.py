@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from helpers.runs import ADAPTER, charged
 LONGEST = 24
 
 
-def rows_of(
-    count: int, columns: dict[str, tuple[Callable[[random.Random], str], str]], *, blank: bool
-) -> list[str]:
+def rows_of(count, columns, *, blank):
     """Return rows as JSON: of every eleven users the first is as others are, the rest hostile.
 
     Args:

@@ -395,16 +395,9 @@ def test_a_private_run(model, tmp_path, monkeypatch, name):
     monkeypatch.setattr(Gate, "release", seen)
     given = {f"update__{k}": v for k, v in spec.model_dump(exclude_unset=True).items()}
     result = train(
-        model,
-        tmp_path / "run",
-        epsilon=8.0,
-        rounds=2,
-        optimizer__name="sgd",
-        rollout__responses=4,
-        rollout__base_policy="reference",
-        **given | {"update__clip_norm": 0.2},
-        policy__adapter=FEW,
-    )
+        model, tmp_path / "run", epsilon=8.0, rounds=2, optimizer__name="sgd", rollout__responses=4,
+        rollout__base_policy="reference", **given | {"update__clip_norm": 0.2}, policy__adapter=FEW,
+    )  # fmt: skip
     check_ledger(result, spec.releases)
     assert len(noise) == 2 * spec.releases
     assert result.plan.noise_multiplier > 0.1

@@ -68,15 +68,11 @@ def test_a_step_is_that_of_the_package(example, users, monkeypatch):
     responses = Responses(
         tokens=torch.cat([prompts.repeat_interleave(2, 0), arms.flatten(0, 1)], 1),
         mask=torch.ones(2 * users, example.PROMPT + example.RESPONSE, dtype=torch.int64),
-        prompt=np.repeat(np.arange(users), 2),
-        user=np.repeat(np.arange(users), 2),
-        from_base=np.tile([True, False], users),
-        texts=[""] * (2 * users),
-        prompts=Prompts([""] * users, np.arange(users), np.arange(users), {}),
-        users=users,
-        max_new_tokens=example.RESPONSE,
-        num_generations=2,
-    )
+        prompt=np.repeat(np.arange(users), 2), user=np.repeat(np.arange(users), 2),
+        from_base=np.tile([True, False], users), texts=[""] * (2 * users),
+        prompts=Prompts([""] * users, np.arange(users), np.arange(users), {}), users=users,
+        max_new_tokens=example.RESPONSE, num_generations=2,
+    )  # fmt: skip
     valid = np.ones(2 * users, dtype=bool)
     made, gate = round_of(
         policy, responses, Scores(rewards, valid, {}), clip_norm=settings.clip_norm,

@@ -63,9 +63,7 @@ def factors_of(pattern, tokens, generator):
     return left, right
 
 
-def uses_of(
-    patterns: list[str], tokens: int, seed: int, *, tied: bool, bf16: bool
-) -> list[OuterProducts]:
+def uses_of(patterns, tokens, seed, *, tied, bf16):
     """Users side by side; a tied weight has a use by index, which may cancel the dense one."""
     generator = torch.Generator().manual_seed(seed)
     pairs = [factors_of(pattern, tokens, generator) for pattern in patterns]

@@ -491,16 +491,11 @@ def test_extra_coordinates_are_appended_and_clipped_apart() -> None:
 def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
     policy = policy_of()
     nobody = Responses(
-        tokens=torch.empty((0, 3), dtype=torch.int64),
-        mask=torch.empty((0, 3), dtype=torch.int64),
-        prompt=np.empty(0, np.int64),
-        user=np.empty(0, np.int64),
-        from_base=np.empty(0, bool),
-        texts=[],
-        prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}),
-        users=0,
+        tokens=torch.empty((0, 3), dtype=torch.int64), mask=torch.empty((0, 3), dtype=torch.int64),
+        prompt=np.empty(0, np.int64), user=np.empty(0, np.int64), from_base=np.empty(0, bool),
+        texts=[], prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}), users=0,
         max_new_tokens=2,
-    )
+    )  # fmt: skip
     result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), clip_norm)
     assert result.bounded.total.shape == (policy.dimension + 2,)
     assert not result.bounded.total.any()
@@ -603,16 +598,11 @@ def without(weighted: Weighted, user: int) -> Weighted:
     rows = np.flatnonzero(responses.user != user)
     kept = np.delete(np.arange(responses.users), user)
     fewer = dataclasses.replace(
-        responses,
-        tokens=responses.tokens[rows],
-        mask=responses.mask[rows],
+        responses, tokens=responses.tokens[rows], mask=responses.mask[rows],
         prompt=np.unique(responses.prompt[rows], return_inverse=True)[1],
-        user=np.searchsorted(kept, responses.user[rows]),
-        from_base=responses.from_base[rows],
-        texts=[""] * len(rows),
-        users=len(kept),
-        grid=np.empty(0),
-    )
+        user=np.searchsorted(kept, responses.user[rows]), from_base=responses.from_base[rows],
+        texts=[""] * len(rows), users=len(kept), grid=np.empty(0),
+    )  # fmt: skip
     return Weighted(fewer, weighted.weights[rows], weighted.extra[kept], weighted.extra_norm)
 
 

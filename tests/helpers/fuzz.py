@@ -215,14 +215,10 @@ MESSAGES = st.lists(
     max_size=2,
 )
 CELLS = {
-    "text": TEXT,
-    "number": NUMBERS,
-    "messages": MESSAGES,
-    "junk": JUNK,
-    "user": st.sampled_from(["a", "b", "c"]),
-    "code": st.integers(0, 4),
+    "text": TEXT, "number": NUMBERS, "messages": MESSAGES, "junk": JUNK,
+    "user": st.sampled_from(["a", "b", "c"]), "code": st.integers(0, 4),
     "sometimes": st.sampled_from(["a", None, "b", math.nan]),
-}
+}  # fmt: skip
 
 
 @st.composite

@@ -134,22 +134,12 @@ def count_calls(limit: int | None) -> list[int]:
 
 def train(folder: Path, run: str) -> None:
     dprlhf.train(
-        model=str(folder / "model"),
-        prompts=PROMPTS,
-        reward=reward,
-        epsilon=8.0,
-        delta=1e-2,
-        rounds=ROUNDS,
-        learning_rate=0.5,
+        model=str(folder / "model"), prompts=PROMPTS, reward=reward, epsilon=8.0, delta=1e-2,
+        rounds=ROUNDS, learning_rate=0.5,
         policy__adapter={"type": "lora", "rank": 1, "target_modules": ["c_attn"]},
-        data__max_prompt_tokens=16,
-        rollout__max_new_tokens=2,
-        rollout__batch_size=4,
-        update__batch_size=4,
-        update__clip_norm=0.1,
-        output_dir=folder / run,
-        quiet=True,
-    )
+        data__max_prompt_tokens=16, rollout__max_new_tokens=2, rollout__batch_size=4,
+        update__batch_size=4, update__clip_norm=0.1, output_dir=folder / run, quiet=True,
+    )  # fmt: skip
 
 
 def resume(folder: Path, run: str) -> None:

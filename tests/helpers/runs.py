@@ -61,19 +61,10 @@ def run_settings(model: str, **changes: Any) -> dict[str, Any]:
     """Return the arguments of ``dprlhf.train`` for five short rounds of 120 users."""
     prompts = changes.get("prompts", [f"user {i} says" for i in range(120)])
     return {
-        "model": model,
-        "prompts": prompts,
-        **longest(prompts),
-        "reward": lower_case,
-        "epsilon": 8.0,
-        "rounds": 5,
-        "learning_rate": 0.05,
-        "policy__adapter": ADAPTER,
-        "rollout__max_new_tokens": 6,
-        "quiet": True,
-        **_fixed(changes),
-        **changes,
-    }
+        "model": model, "prompts": prompts, **longest(prompts), "reward": lower_case,
+        "epsilon": 8.0, "rounds": 5, "learning_rate": 0.05, "policy__adapter": ADAPTER,
+        "rollout__max_new_tokens": 6, "quiet": True, **_fixed(changes), **changes,
+    }  # fmt: skip
 
 
 def train(model: str, folder: Path, **changes: Any) -> Result:

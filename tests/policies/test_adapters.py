@@ -47,9 +47,7 @@ GPT2: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def make(
-    kind: tiny.Kind, name: str, *, dtype: torch.dtype = torch.float32, **settings: Any
-) -> CausalLMPolicy:
+def make(kind, name, *, dtype=torch.float32, **settings):
     adapter = Adapter.model_validate({**GPT2[name][0], **settings})
     return make_policy(tiny.model(kind).to(dtype), tiny.tokenizer(), adapter, seed=3)
 

@@ -58,15 +58,7 @@ def policy_of(model_type, layers=None, spec=None):
     return policy
 
 
-def sampled(
-    policy: CausalLMPolicy,
-    texts: list[str] = TEXTS,
-    *,
-    size: int = 8,
-    keep: Any = "gradients",
-    length: int = LENGTH,
-    absent: int | None = None,
-) -> Responses:
+def sampled(policy, texts=TEXTS, *, size=8, keep="gradients", length=LENGTH, absent=None):
     prompts = in_memory_prompts(texts)
     users = np.array([0, 0, *range(1, len(texts) - 1)])  # the first user has two prompts
     slots = np.array([0, 1, *[0] * (len(texts) - 2)])

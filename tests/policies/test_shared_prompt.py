@@ -133,15 +133,7 @@ def test_other_models_keep_their_rows_apart(model_type: str, settings: dict[str,
     assert not supported(config)
 
 
-def logits_of_steps(
-    policy: CausalLMPolicy,
-    prompts: list[list[int]],
-    shared: int,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    size: int = 3,
-    draws: torch.Tensor | None = None,
-) -> tuple[list[list[int]], torch.Tensor]:
+def logits_of_steps(policy, prompts, shared, monkeypatch, *, size=3, draws=None):
     """Four responses of five tokens to each prompt, and the logits, ``[responses, steps, …]``."""
     seen: list[torch.Tensor] = []
 

@@ -27,12 +27,8 @@ KEY, OTHER = bytes(range(32)), bytes(32)
 
 def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
-        "users": 70,
-        "rounds": 4,
-        "delta": 1e-5,
-        "noise_multiplier": 1.5,
-        "clip_norm": 0.4,
-    }
+        "users": 70, "rounds": 4, "delta": 1e-5, "noise_multiplier": 1.5, "clip_norm": 0.4,
+    }  # fmt: skip
     return make_plan(**(values | changes))
 
 

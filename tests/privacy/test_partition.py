@@ -21,13 +21,9 @@ LEVEL = 1e-4
 
 def plan(users: int, rounds: int, partition: Any = "random-allocation", times: int = 1) -> Plan:
     return make_plan(
-        users=users,
-        rounds=rounds,
-        delta=1e-5,
-        epsilon=math.inf,
-        partition=partition,
+        users=users, rounds=rounds, delta=1e-5, epsilon=math.inf, partition=partition,
         participations=times,
-    )
+    )  # fmt: skip
 
 
 def key(number: int) -> bytes:

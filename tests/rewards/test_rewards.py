@@ -41,23 +41,13 @@ from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_times_columns
-from dprlhf.training.run import PreparedRun
 from helpers import kernels, tiny
 from helpers.marks import slow
 
 CANARY = "CANARY-my-private-prompt"
 
 
-def score(
-    rewards: Any,
-    completions: Sequence[Any],
-    *,
-    users: Sequence[Any] | None = None,
-    bound: float = 10.0,
-    sink: Any = None,
-    prompts: Sequence[Any] | None = None,
-    **columns: list[Any],
-) -> Scores:
+def score(rewards, completions, *, users=None, bound=10.0, sink=None, prompts=None, **columns):
     rewards = rewards if isinstance(rewards, list) else [rewards]
     return Scorer(rewards, bound, sink=sink).score(
         ["p"] * len(completions) if prompts is None else prompts,
@@ -997,9 +987,7 @@ def test_a_token_without_an_embedding_costs_its_user_alone(monkeypatch: pytest.M
     assert "look" not in str(refusal.value)
 
 
-def assembled(
-    tmp_path: Path, reward: dict[str, Any], given: Any, *, judges: Any = None
-) -> tuple[Any, PreparedRun]:
+def assembled(tmp_path, reward, given, *, judges=None):
     public = {"data": {"path": recipe.IN_MEMORY}, "prompts": 4, "judges": judges}
     made = recipe.make_recipe(
         {

@@ -18,7 +18,6 @@ from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompt
 from dprlhf.gradients.clipping import Weighted
 from dprlhf.gradients.micro_batches import user_gradients
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, decoding, sample, sample_responses, sampling
 from dprlhf.rollout.decoding import decode, inverse_cdf
@@ -130,9 +129,7 @@ def test_a_micro_batch_has_the_shape_that_is_asked_for() -> None:
 OWNERS = [0, 0, 1, 2, 2, 3, 4, 4, 5]  # of prompts; up to two of each user
 
 
-def neighbours(
-    policy: CausalLMPolicy, absent: list[int], k: int = 2, **changes: Any
-) -> tuple[dict[tuple[int, int, int], list[int]], list[torch.Tensor]]:
+def neighbours(policy, absent, k=2, **changes):
     """A round of six users with some of them blank: what it samples, and what each contributes."""
     texts: list[Prompt] = [f"p{i}" * (1 + i % 4) for i in range(len(OWNERS))]
     texts[3] = "a much longer prompt " * 2
@@ -289,13 +286,9 @@ def many(kind: tiny.Kind) -> Responses:
     """Half the rows from the base model, half from the policy; a second prompt pads the first."""
     two = prompts_of(["q", "padding for it"])
     return draw(
-        policy_of(kind),
-        two,
-        responses=2 * MANY,
-        max_new_tokens=2,
-        base_policy="reference",
+        policy_of(kind), two, responses=2 * MANY, max_new_tokens=2, base_policy="reference",
         batch_size=4096,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -28,9 +28,7 @@ def uniforms(responses: int, seed: int = 3, prompts: int = SIZE) -> torch.Tensor
     return torch.rand(prompts, responses, NEW, generator=random, dtype=torch.float64)
 
 
-def decoded(
-    policy: CausalLMPolicy, draws: torch.Tensor, static: StaticSteps | None = None, **changes: Any
-) -> tuple[list[list[int]], list[torch.Tensor]]:
+def decoded(policy, draws, static=None, **changes):
     seen: list[torch.Tensor] = []
     settings = {"prompts": [*PROMPTS, None], "width": WIDTH, "static": static, **changes}
     found = decode(policy, uniforms=draws, watch=lambda x: seen.append(x.clone()), **settings)

@@ -481,15 +481,11 @@ def remaining(folder: RunFolder, ledger: Ledger) -> list[int]:
 
     training = Training(folder)
     run: Any = SimpleNamespace(
-        folder=folder,
-        policy=training.policy,
-        optimizer=training.optimizer,
+        folder=folder, policy=training.policy, optimizer=training.optimizer,
         processes=SimpleNamespace(on_main=lambda action: action()),
         progress=SimpleNamespace(total=lambda rounds, done: None),
-        gate=SimpleNamespace(ledger=ledger),
-        stage=SimpleNamespace(stateful={}),
-        plan=PLAN,
-    )
+        gate=SimpleNamespace(ledger=ledger), stage=SimpleNamespace(stateful={}), plan=PLAN,
+    )  # fmt: skip
     return list(remaining_rounds(run))
 
 

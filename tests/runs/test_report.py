@@ -21,16 +21,10 @@ CANARY = "canary-of-a-user"
 ROUNDS = 4
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SECTIONS = [
-    "Reward on public prompts",
-    "What privacy cost: noise against signal",
-    "What a guess can gain",
-    "Continuations of public prompts",
-    "Reward on private prompts, noised",
-    "Users with valid rewards, noised",
-    "Time by phase",
-    "Privacy card",
-    "Recipe",
-]
+    "Reward on public prompts", "What privacy cost: noise against signal", "What a guess can gain",
+    "Continuations of public prompts", "Reward on private prompts, noised",
+    "Users with valid rewards, noised", "Time by phase", "Privacy card", "Recipe",
+]  # fmt: skip
 
 
 class Page(HTMLParser):

@@ -145,13 +145,9 @@ class TestRun:
         fake("tensorboard", "log")
         model = str(tiny.save(tmp_path / "model"))
         runs.train(
-            model,
-            tmp_path / "run",
-            rounds=2,
-            epsilon=8.0,
-            delta=1e-3,
+            model, tmp_path / "run", rounds=2, epsilon=8.0, delta=1e-3,
             tracking__report_to=["wandb", "tensorboard"],
-        )
+        )  # fmt: skip
         lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert [step for _, step, _ in logged(kind)] == [1, 2]
         for (values, _, _), line in zip(logged(kind), lines, strict=True):

@@ -40,18 +40,11 @@ def spread(prompts: list[str], completions: list[str]) -> list[float]:
 def settings(**changes: Any) -> dict[str, Any]:
     subspace = {"rank": 3, "prompts": 12, **changes.pop("subspace", {})}
     return {
-        "epsilon": 8.0,
-        "rounds": 3,
-        "learning_rate": 0.05,
-        "prompts": USERS,
-        "data__max_prompt_tokens": 24,
-        "reward": spread,
-        "evaluation_prompts": PUBLIC,
-        "evaluation__prompts": 6,
-        "rollout__max_new_tokens": 4,
-        "update__subspace": subspace,
+        "epsilon": 8.0, "rounds": 3, "learning_rate": 0.05, "prompts": USERS,
+        "data__max_prompt_tokens": 24, "reward": spread, "evaluation_prompts": PUBLIC,
+        "evaluation__prompts": 6, "rollout__max_new_tokens": 4, "update__subspace": subspace,
         **changes,
-    }
+    }  # fmt: skip
 
 
 def subspace_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -331,17 +324,13 @@ def test_directions_need_no_public_feedback(model: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_stage_refuses_what_its_directions_cannot_have(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_a_stage_refuses_what_its_directions_cannot_have(changes, message):
     given = {"update": {"subspace": {"rank": 3}}, "evaluation": {"data": {"path": "b"}}} | changes
     with pytest.raises((DprlhfError, ValueError), match=message):
         stage_of_logs("x", Path("run"), **given)
 
 
-def test_an_unreadable_public_row_of_the_directions_is_refused_before_a_charge(
-    model: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_public_row_of_the_directions_is_refused_before_a_charge(model, tmp_path):
     spec, rows, public = stage_settings("feedback", model, tmp_path / "run")
     public[10]["label"] = None
     with pytest.raises(DprlhfError, match=r"row 11"):

@@ -52,14 +52,9 @@ def policy_of(kind: tiny.Kind = "llama") -> CausalLMPolicy:
 
 def shapes_of(update: str = "pg", prompts: int = 1) -> Shapes:
     return Shapes(
-        prompt=20,
-        response=5,
-        rows=4,
-        num_generations=4,
-        prompts=prompts,
-        update=UPDATES[update],
+        prompt=20, response=5, rows=4, num_generations=4, prompts=prompts, update=UPDATES[update],
         rollout=recipe.Rollout(responses=4, max_new_tokens=5, batch_size=8),
-    )
+    )  # fmt: skip
 
 
 def phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None:

@@ -121,16 +121,11 @@ class TestLeaks:
         ]
         dprlhf.train(
             **settings(
-                model,
-                prompts=rows,
-                reward=careless,
-                quiet=False,
-                rounds=2,
-                data__user_column="who",
-                data__max_prompts_per_user=2,
+                model, prompts=rows, reward=careless, quiet=False, rounds=2,
+                data__user_column="who", data__max_prompts_per_user=2,
             ),
             output_dir=tmp_path / "run",
-        )
+        )  # fmt: skip
         out, err = capfd.readouterr()
         assert CANARY not in out + err
         files = [f for f in (tmp_path / "run").rglob("*") if f.is_file()]

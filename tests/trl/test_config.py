@@ -21,15 +21,10 @@ KINDS = [
 ]
 
 CHANGED: dict[str, Any] = {
-    "loss_type": "ppo",
-    "scale_rewards": "batch",
-    "vllm_mode": "server",
-    "multi_objective_aggregation": "normalize_then_sum",
-    "vllm_structured_outputs_regex": "a+",
-    "cache_implementation": "static",
-    "log_completions_hub_repo": "me/mine",
-    "optim_args": "a=1",
-}
+    "loss_type": "ppo", "scale_rewards": "batch", "vllm_mode": "server",
+    "multi_objective_aggregation": "normalize_then_sum", "vllm_structured_outputs_regex": "a+",
+    "cache_implementation": "static", "log_completions_hub_repo": "me/mine", "optim_args": "a=1",
+}  # fmt: skip
 """Another value than the default, where one cannot be made up from the default's type."""
 
 

@@ -3,15 +3,10 @@
 from dprlhf.trl.logs import as_evaluation, as_logs
 
 METRICS = {
-    "round": 3,
-    "private_reward_noised": 0.0,
-    "private_reward_noise_std": None,
-    "released_gradient_norm": 2.0,
-    "public_kl": 0.5,
-    "public_reward": 1.5,
-    "public_longest": None,
+    "round": 3, "private_reward_noised": 0.0, "private_reward_noise_std": None,
+    "released_gradient_norm": 2.0, "public_kl": 0.5, "public_reward": 1.5, "public_longest": None,
     "learning_rate": 0.1,
-}
+}  # fmt: skip
 
 
 def test_a_rounds_logs_are_its_released_values_alone() -> None:

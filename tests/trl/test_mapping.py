@@ -20,13 +20,9 @@ def made(cls: Any = PrivateGRPOConfig, users: int = 400, public: int = 0, **chan
     budget = {} if "privacy_noise_multiplier" in changes else {"privacy_epsilon": 4.0}
     config = cls(**{"output_dir": "x", **budget, **changes})
     return recipe_of(
-        config,
-        model="gpt2",
-        adapter={"type": "lora"},
-        rewards=[{"function": "in-memory"}],
-        users=users,
-        public=public,
-    )
+        config, model="gpt2", adapter={"type": "lora"}, rewards=[{"function": "in-memory"}],
+        users=users, public=public,
+    )  # fmt: skip
 
 
 def value(recipe: Any, key: str) -> Any:

@@ -80,13 +80,9 @@ def test_a_trainer_is_the_run_of_its_recipe(model: str, tmp_path: Path, one_key:
     made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC)
     out = made.train()
     result = dprlhf.train(
-        made.recipe,
-        prompts=PROMPTS,
-        reward=lower_case,
-        evaluation_prompts=PUBLIC,
-        output_dir=tmp_path / "b",
-        quiet=True,
-    )
+        made.recipe, prompts=PROMPTS, reward=lower_case, evaluation_prompts=PUBLIC,
+        output_dir=tmp_path / "b", quiet=True,
+    )  # fmt: skip
     assert same_weights(tmp_path / "a", tmp_path / "b")
     cards = [json.loads((tmp_path / run / "privacy.json").read_text()) for run in "ab"]
     for card in cards:

@@ -57,13 +57,9 @@ def found(policy, responses, scores, spec, clip_norm):
     """w of a round without noise: how far SGD with a rate of 1 moves the policy."""
     before = flat_parameters(policy)
     round_, _ = round_of(
-        policy,
-        responses,
-        scores,
-        clip_norm=clip_norm,
-        expected_batch_size=responses.users,
+        policy, responses, scores, clip_norm=clip_norm, expected_batch_size=responses.users,
         learning_rate=1.0,
-    )
+    )  # fmt: skip
     try:
         UPDATES[spec.name](round_, spec)
         return flat_parameters(policy) - before
@@ -102,14 +98,10 @@ def every_answer() -> Responses:
     return Responses(
         tokens=torch.tensor([[0] * (width - len(p)) + [*p, y] for p, y in rows]),
         mask=torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + 1) for p, _ in rows]),
-        prompt=owner,
-        user=owner,
-        from_base=np.ones(len(rows), dtype=bool),
-        texts=[""] * len(rows),
+        prompt=owner, user=owner, from_base=np.ones(len(rows), dtype=bool), texts=[""] * len(rows),
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
-        users=users,
-        max_new_tokens=1,
-    )
+        users=users, max_new_tokens=1,
+    )  # fmt: skip
 
 
 def test_without_noise_it_is_the_natural_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,13 +248,9 @@ def test_gauss_newton_solves_the_normal_equations() -> None:
     )
     assert spec.releases == 1
     round_, _ = round_of(
-        policy,
-        responses,
-        scores,
-        clip_norm=1e3,
-        expected_batch_size=responses.users,
+        policy, responses, scores, clip_norm=1e3, expected_batch_size=responses.users,
         learning_rate=1.0,
-    )
+    )  # fmt: skip
     try:
         rebel(round_, spec)
         assert relative_error(flat_parameters(policy) - theta, eta * w) < 1e-6

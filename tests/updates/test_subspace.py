@@ -21,7 +21,6 @@ from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.recipes import recipe_settings, refusal
 from helpers.rounds import (
-    OpenGate,
     flat_parameters,
     random_scores,
     round_of,
@@ -60,9 +59,7 @@ def clipped(vectors: torch.Tensor, bound: float) -> torch.Tensor:
     return vectors * (bound / vectors.norm(dim=1, keepdim=True)).clamp(max=1)
 
 
-def run(
-    responses: Responses, scores: Scores, spec: Any, subspace: Subspace | None, **changes: Any
-) -> tuple[OpenGate, Any, torch.Tensor]:
+def run(responses, scores, spec, subspace, **changes):
     """One round: the gate, the round, and how far the policy moved."""
     policy = policy_of()
     before = flat_parameters(policy)
@@ -133,15 +130,9 @@ def test_the_directions_of_all_parameters_change_nothing(name: str) -> None:
 def public(name: str, responses: Responses, scores: Scores, **changes: Any) -> torch.Tensor:
     policy = policy_of()
     return public_gradients(
-        policy,
-        responses,
-        scores,
-        update=update_of(name, **changes),
-        kl=recipe.KL(),
-        reward_range=3.0,
-        optimizer=torch.optim.SGD(policy.parameters.values(), lr=1.0),
-        t=1,
-    )
+        policy, responses, scores, update=update_of(name, **changes), kl=recipe.KL(),
+        reward_range=3.0, optimizer=torch.optim.SGD(policy.parameters.values(), lr=1.0), t=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MANY], ids=["prompts", "passes"])

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import LoadedReward, Scorer, Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
@@ -62,16 +61,7 @@ def scored(responses: Responses, answers: Sequence[Any], *, by_turn: bool = True
     )  # fmt: skip
 
 
-def sums(
-    policy: CausalLMPolicy,
-    responses: Responses,
-    scores: Scores,
-    settings: dict[str, Any],
-    *,
-    clip_norm: float = 1e9,
-    batch_size: int = 16,
-    beta: float = 0.0,
-) -> torch.Tensor:
+def sums(policy, responses, scores, settings, *, clip_norm=1e9, batch_size=16, beta=0.0):
     """The sum over users that the update releases."""
     spec = recipe.UPDATE_SETTINGS[settings["name"]].model_validate(
         {**settings, "batch_size": batch_size}

@@ -296,28 +296,16 @@ def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
     tokens = torch.tensor([PROMPT + [*a, 0][:LENGTH] for a in ANSWERS])[answers]
     mask = torch.tensor([[1] * len(PROMPT) + [1, len(a) - 1] for a in ANSWERS])[answers]
     responses = Responses(
-        tokens=tokens,
-        mask=mask,
-        prompt=np.repeat(np.arange(users), k),
-        user=np.repeat(np.arange(users), k),
-        from_base=np.tile(np.arange(k) < from_base, users),
+        tokens=tokens, mask=mask, prompt=np.repeat(np.arange(users), k),
+        user=np.repeat(np.arange(users), k), from_base=np.tile(np.arange(k) < from_base, users),
         texts=[""] * len(answers),
-        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}),
-        users=users,
+        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}), users=users,
         max_new_tokens=LENGTH,
-    )
+    )  # fmt: skip
     return responses, answers
 
 
-def expectation(
-    policy: CausalLMPolicy,
-    rewards: Array,
-    baseline: str,
-    k: int,
-    *,
-    from_base: int = 0,
-    largest: float | None = 1e12,
-) -> torch.Tensor:
+def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12):
     """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out."""
     responses, answers = combinations(k, from_base)
     ratio = np.ones(len(answers))
