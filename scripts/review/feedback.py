@@ -9,6 +9,7 @@ completions of held-out public prompts that the majority likes.
 
 ``feedback`` fits that log, ``sft`` the liked completions alone, and ``public only`` is a run
 without noise on the labelled public rows, from which the directions of the other two come.
+``windows`` fits four logs of the same users, each written by the model that the one before made.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import argparse
 import itertools
 import json
 import random
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -37,15 +37,7 @@ from dprlhf.runs.measurements import Result, machine, write_results
 
 OUT = Path.cwd() / "docs/results/feedback.json"
 COMMAND = "python -m scripts.review.feedback --kept FOLDER"
-PUBLIC, SHOWN, NO_NOISE = 192, 2, 1e6
-
-
-class Task(NamedTuple):
-    """What the majority likes more of, the model, and tokens of a prompt and a completion."""
-
-    score: Any
-    smollm2: bool
-    tokens: tuple[int, int]
+PUBLIC, SHOWN, TOKENS, WINDOWS, NO_NOISE = 192, 2, 24, 4, 1e6
 
 
 def vowels(texts: list[str]) -> list[float]:
@@ -53,21 +45,19 @@ def vowels(texts: list[str]) -> list[float]:
     return [float(sum(letter in "aeiou" for letter in text)) for text in texts]
 
 
-TASKS = {
-    "small model, vowels": Task(vowels, False, (48, 24)),
-    "SmolLM2, commas": Task(commas, True, (32, 24)),
-}
+TASKS = {"small model, vowels": vowels, "SmolLM2, commas": commas}
+"""What the majority likes more of."""
 
 
 class Simulation:
     """A task's model, prompts and users."""
 
-    def __init__(self, task: Task, model: str) -> None:
-        self.task, self.model = task, model
+    def __init__(self, score: Any, model: str) -> None:
+        self.score, self.model = score, model
         self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.eos_token
         self.base = AutoModelForCausalLM.from_pretrained(model).eval()
-        if task.smollm2:
+        if score is commas:
             folder = Path(resolve("asset:rotten-tomatoes"))
             public, private = (
                 [
@@ -77,11 +67,11 @@ class Simulation:
                 for n in ("test", "train")
             )
         else:
-            texts = [text for text in sentences() if len(text) < 48]
-            public, private = texts[:PUBLIC], texts[PUBLIC:]
+            public = [text for text in sentences() if len(text) < 48]
+            private = public[PUBLIC:]
         self.public, self.private = public[:PUBLIC], private
         shown = self.completions(self.base, self.public, 1)
-        self.middle = statistics.median(task.score(shown))
+        self.middle = statistics.median(score(shown))
         self.public_rows = [
             {"prompt": p, "completion": c, "label": like}
             for p, c, like in zip(self.public, shown, self.liked(shown), strict=True)
@@ -95,7 +85,7 @@ class Simulation:
             batch = self.tokenizer(prompts[first : first + 128], return_tensors="pt", padding=True)
             with torch.no_grad():
                 tokens = model.generate(
-                    **batch, max_new_tokens=self.task.tokens[1], do_sample=True, top_k=0, top_p=1.0,
+                    **batch, max_new_tokens=TOKENS, do_sample=True, top_k=0, top_p=1.0,
                     pad_token_id=self.tokenizer.eos_token_id,
                 )  # fmt: skip
             own = tokens[:, batch.input_ids.shape[1] :]
@@ -104,18 +94,18 @@ class Simulation:
 
     def liked(self, texts: list[str]) -> list[bool]:
         """Return which texts the majority likes."""
-        return [score > self.middle for score in self.task.score(texts)]
+        return [score > self.middle for score in self.score(texts)]
 
     def share(self, model: Any) -> float:
         """Return the share of fresh completions of the public prompts that the majority likes."""
         liked = [self.liked(self.completions(model, self.public, seed)) for seed in (101, 102)]
         return statistics.fmean(itertools.chain(*liked))
 
-    def log(self, users: int, seed: int) -> list[dict[str, Any]]:
-        """Return what so many users were shown and whether they liked it."""
+    def log(self, users: int, seed: int, model: Any = None) -> list[dict[str, Any]]:
+        """Return what so many users were shown, by the untuned model if none is given."""
         prompts, rows = random.Random(seed).sample(self.private, users), []
         for shown in range(SHOWN):
-            texts = self.completions(self.base, prompts, 1000 * (seed + 1) + shown)
+            texts = self.completions(model or self.base, prompts, 1000 * (seed + 1) + shown)
             for user, (prompt, text, like) in enumerate(
                 zip(prompts, texts, self.liked(texts), strict=True)
             ):
@@ -125,34 +115,45 @@ class Simulation:
                 )
         return rows
 
-    def tuned(self, method: str, users: int, epsilon: float, seed: int) -> float:
-        """Return the share after a run with the recipe of ``dprlhf init``."""
-        stage, rows = method, self.log(users, seed) if method != "public only" else []
+    def fitted(
+        self, stage: str, rows: list[dict[str, Any]], epsilon: float, seed: int, out: Path,
+        before: Path | None = None,
+    ) -> Any:  # fmt: skip
+        """Return the model after a run with the recipe of ``dprlhf init``."""
+        text = new_recipe(
+            model=str(before / "model") if before else self.model, prompts="in-memory",
+            user_column="user", stage=stage, public_prompts="in-memory", epsilon=epsilon,
+            users=len({row["user"] for row in rows}), public=PUBLIC,
+        )  # fmt: skip
+        recipe = recipe_from(yaml.safe_load(text), (), source="init")
+        values = recipe.model_dump() | {"seed": seed}
+        values["data"] |= {"max_prompt_tokens": 48, "max_completion_tokens": TOKENS}
+        values["evaluation"]["declared_public"] = True  # those of "public only" are the users'
+        values["previous"] = [{"run": str(before)}] if before else []
+        dprlhf.train_stage(
+            type(recipe).model_validate(values), data=rows, evaluation_data=self.public_rows,
+            output_dir=out, quiet=True,
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_pretrained(out / "model").eval()
+
+    def tuned(self, method: str, users: int, epsilon: float, seed: int) -> dict[str, Any]:
+        """Return the share after a run; of ``windows`` also the total cost."""
+        stage, rows = method, self.log(users, seed) if users else []
         if method == "sft":
             rows = [row for row in rows if row["label"]]
         elif method == "public only":
-            stage, epsilon, users = "feedback", NO_NOISE, PUBLIC
+            stage, epsilon = "feedback", NO_NOISE
             rows = [{**row, "user": f"p{i}"} for i, row in enumerate(self.public_rows)]
-        text = new_recipe(
-            model=self.model, prompts="in-memory", user_column="user", stage=stage,
-            public_prompts="in-memory", epsilon=epsilon, users=users, public=PUBLIC,
-        )  # fmt: skip
-        recipe = recipe_from(yaml.safe_load(text), (), source="init")
-        prompt, completion = self.task.tokens
-        data = {"max_prompt_tokens": prompt, "max_completion_tokens": completion}
-        values = recipe.model_dump() | {"seed": seed}
-        values["data"] |= data
-        values["evaluation"]["declared_public"] = True  # those of "public only" are the users'
-        folder = tempfile.mkdtemp()
-        try:
-            dprlhf.train_stage(
-                type(recipe).model_validate(values), data=rows, evaluation_data=self.public_rows,
-                output_dir=Path(folder) / "run", quiet=True,
-            )  # fmt: skip
-            tuned = AutoModelForCausalLM.from_pretrained(Path(folder) / "run/model")
-            return self.share(tuned.eval())
-        finally:
-            shutil.rmtree(folder)
+        with tempfile.TemporaryDirectory() as place:
+            out = Path(place) / "1"
+            if method != "windows":
+                return {"share": self.share(self.fitted(stage, rows, epsilon, seed, out))}
+            model = self.fitted("feedback", rows, epsilon, seed, out)
+            for window in range(2, WINDOWS + 1):  # the same users, and what they were shown since
+                rows, before, out = self.log(users, seed, model), out, Path(place) / str(window)
+                model = self.fitted("feedback", rows, epsilon, seed, out, before)
+            card = json.loads((out / "privacy.json").read_text())
+            return {"share": self.share(model), "total": card["total"]["epsilon"]}
 
 
 def main() -> None:
@@ -162,12 +163,12 @@ def main() -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[300, 1000, 3000])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.3, 1.0, 4.0, NO_NOISE])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--methods", nargs="+", default=["feedback", "sft", "public only"])
+    parser.add_argument("--methods", nargs="+", default=["feedback"])
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
     rows = []
     for name in options.tasks:
-        task, simulation = TASKS[name], None
+        simulation = None
         cells = list(itertools.product(options.methods, options.users, options.epsilons))
         if "public only" in options.methods:
             cells = [c for c in cells if c[0] != "public only"] + [("public only", 0, 0.0)]
@@ -178,18 +179,19 @@ def main() -> None:
                 if not file.is_file():
                     if simulation is None:
                         folder = options.kept / "model"
-                        model = (
-                            str(folder) if folder.is_dir() or task.smollm2 else small_model(folder)
-                        )
-                        model = resolve("asset:smollm2-135m") if task.smollm2 else model
-                        simulation = Simulation(task, model)
-                    share = (
-                        simulation.share(simulation.base)
+                        if name.startswith("SmolLM2"):
+                            folder = Path(resolve("asset:smollm2-135m"))
+                        elif not folder.is_dir():
+                            small_model(folder)
+                        simulation = Simulation(TASKS[name], str(folder))
+                    one: dict[str, Any] = (
+                        {"share": simulation.share(simulation.base)}
                         if method == "before"
                         else simulation.tuned(method, users, epsilon, seed)
                     )
-                    file.write_text(json.dumps({"share": share, "machine": machine()}))
-                shares.append(json.loads(file.read_text())["share"])
+                    file.write_text(json.dumps({**one, "machine": machine()}))
+                one = json.loads(file.read_text())
+                shares.append(one["share"])
                 print(name, method, users, epsilon, seed, shares[-1], flush=True)
                 if method == "before":
                     break
@@ -197,11 +199,21 @@ def main() -> None:
             if users:
                 noise = "no noise" if epsilon == NO_NOISE else f"epsilon {epsilon:g}"
                 row += f", {users} users, {noise}"
-            by = COMMAND, json.loads(file.read_text())["machine"]
+            by = COMMAND, one["machine"]
+            if total := one.get("total"):
+                most = f"at most {WINDOWS}"
+                rows.append(Result(row + ": total", total, "epsilon", most, total <= WINDOWS, *by))
             rows.append(Result(row + ": liked", statistics.fmean(shares), "share", "", None, *by))
             if len(shares) > 1:
                 error = statistics.stdev(shares) / len(shares) ** 0.5
                 rows.append(Result(row + ": standard error", error, "share", "", None, *by))
+        means = {row.name.removeprefix(f"feedback: {name}, "): row.value for row in rows}
+        start, case = means["before: liked"], "feedback, 1000 users, "
+        of = [means.get(f"{case}{noise}: liked") for noise in ("epsilon 1", "no noise")]
+        if None not in of:
+            kept = (of[0] - start) / (of[1] - start)
+            row = f"feedback: {name}, {case}epsilon 1: share of the gain without noise"
+            rows.append(Result(row, kept, "1", "at least 0.8", kept >= 0.8, *by))
     write_results(OUT, rows)
 
 
