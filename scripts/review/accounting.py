@@ -20,6 +20,7 @@ from scipy.optimize import brentq
 
 from dprlhf.privacy import composition
 from dprlhf.privacy.accounting import Mechanism, epsilon, noise_multiplier
+from dprlhf.privacy.filter import filter_share
 from dprlhf.runs.declared import declare
 from dprlhf.runs.measurements import Result, write_results
 
@@ -33,7 +34,7 @@ def adaptive_budget(runs: int, before: bool) -> float:
     if before:
         stated: Any = composition
         return float(stated.adaptive_epsilon([RUN] * runs, DELTA))
-    within = lambda budget: composition.filter_share({RUN: runs}, budget, DELTA) - 1  # noqa: E731
+    within = lambda budget: filter_share({RUN: runs}, budget, DELTA) - 1  # noqa: E731
     return float(brentq(within, 0.5, 20.0, xtol=1e-4))
 
 

@@ -31,8 +31,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from dprlhf.audit.one_run import audit_plan  # noqa: E402
 from dprlhf.privacy.accounting import Mechanism  # noqa: E402
+from dprlhf.privacy.max_guess import plan_within  # noqa: E402
 from dprlhf.privacy.plan import make_plan  # noqa: E402
-from dprlhf.privacy.risk import FALSE_POSITIVES, plan_within, risk  # noqa: E402
+from dprlhf.privacy.risk import FALSE_POSITIVES, risk  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from helpers.risks import Floats, simulated  # noqa: E402
 

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from dprlhf.api import generate, resume, resume_stage, train, train_stage
+    from dprlhf.api import resume, resume_stage, train, train_stage
     from dprlhf.errors import DprlhfError
+    from dprlhf.generation import generate
     from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
     from dprlhf.runs.publish import merge
@@ -43,7 +44,7 @@ _HOMES = {
     "Plan": "privacy.plan",
     "Recipe": "recipe",
     "erase": "runs.withdrawal",
-    "generate": "api",
+    "generate": "generation",
     "load_recipe": "recipe",
     "make_plan": "privacy.plan",
     "merge": "runs.publish",

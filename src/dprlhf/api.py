@@ -1,23 +1,19 @@
-"""Train, resume and generate: the calls behind the command line and the Python API."""
+"""Train and resume: the calls behind the command line and the Python API."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import InMemoryInputs, Reward, check_overrides, from_memory, recipe_of
-from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.errors import DprlhfError, MissingPathError
-from dprlhf.hub import hush_libraries
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.opacus import without_wrapper
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
-from dprlhf.rollout import public_sampling_settings, sample
-from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, open_run
 from dprlhf.training.policy_setup import load_policy_of
@@ -175,7 +171,7 @@ def resume(
         tools=tools,
         environment_factory=environment_factory,
     )
-    recipe = _recipe_in(run_folder)
+    recipe = recipe_in(run_folder)
     model = without_wrapper(model)
     with contextlib.ExitStack() as refused:
         refused.callback(adapter_rollback(model))
@@ -279,78 +275,6 @@ def load_stage_recipe(
     return recipe
 
 
-def generate(
-    folder: str | Path,
-    prompts: Iterable[Any] | Path,
-    seed: int = 0,
-    *,
-    max_new_tokens: int | None = None,
-) -> list[dict[str, Any]]:
-    """Generate continuations of prompts with the base and with the tuned policy of a run.
-
-    Args:
-        folder: The run folder.
-        prompts: Texts or conversations, in a list or a generator; or a file of them: one a line, or
-            a ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` with the recipe's
-            ``data.prompt_column``.
-        seed: Seed of the sampling.
-        max_new_tokens: Longest continuation, in tokens; None takes the recipe's
-            ``rollout.max_new_tokens``.
-
-    Returns:
-        A dictionary for each prompt, with the keys ``prompt``, ``base`` and ``tuned``.
-
-    Raises:
-        DprlhfError: There is no policy or no such file, the prompts are no list, or the
-            continuations exceed the context.
-    """
-    hush_libraries()
-    given = prompts
-    if isinstance(prompts, Iterable) and not isinstance(prompts, str):
-        given = list(prompts)  # a generator is read once
-    # A text is a sequence of characters, and a conversation one of messages.
-    wrong = isinstance(given, list) and any(isinstance(one, Mapping) for one in given)
-    if wrong or not isinstance(given, list | Path):
-        raise DprlhfError(
-            "prompts: give a list of texts or conversations, [prompt] for a single one, or the"
-            " pathlib.Path of a file"
-        )
-    run_folder = RunFolder(Path(folder))
-    recipe = _recipe_in(run_folder)
-    if max_new_tokens is not None:
-        if max_new_tokens < 1:
-            raise DprlhfError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        rollout = recipe.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
-        recipe = recipe.model_copy(update={"rollout": rollout})
-    if isinstance(given, Path):
-        given = prompts_in(given, recipe.data.prompt_column)
-    checkpoint = last_checkpoint(run_folder)
-    if checkpoint is None:
-        raise DprlhfError(f"{folder}: no policy yet; finish the run with: dprlhf resume {folder}")
-    policy = load_policy_of(recipe)
-    load_tuned(checkpoint, policy)
-    policy.model.to(Processes.connect().device)
-    asked = in_memory_prompts(given)
-    # The run's batches may have a thousand rows; these need what they fill.
-    one = public_sampling_settings(recipe.rollout, len(asked), 1)
-    one = one.model_copy(update={"backend": "transformers", "cuda_graphs": False})
-    texts = {}
-    for name in ("base", "tuned"):
-        with policy.base() if name == "base" else contextlib.nullcontext():
-            texts[name] = sample(
-                policy,
-                asked,
-                one,
-                key=bytes(32),
-                context=("generate", seed),
-                max_prompt_tokens=recipe.data.max_prompt_tokens,
-            ).texts
-    return [
-        {"prompt": p, "base": b, "tuned": t}
-        for p, b, t in zip(given, texts["base"], texts["tuned"], strict=True)
-    ]
-
-
 def _take_model(sources: InMemoryInputs, recipe: Recipe, model: Any, tokenizer: Any) -> None:
     """Make the policy from a model that was passed as an object."""
     if is_model(model) and recipe.policy.model_name_or_path != IN_MEMORY:
@@ -368,7 +292,8 @@ def _take_model(sources: InMemoryInputs, recipe: Recipe, model: Any, tokenizer: 
         )
 
 
-def _recipe_in(folder: RunFolder) -> Recipe:
+def recipe_in(folder: RunFolder) -> Recipe:
+    """Return the recipe of a run by reinforcement learning."""
     folder.require()
     recipe = load_any_recipe(folder.recipe)
     if not isinstance(recipe, Recipe):
@@ -421,4 +346,4 @@ def _resume(
         ) from None
 
 
-__all__ = ["generate", "resume", "resume_stage", "train", "train_stage"]
+__all__ = ["resume", "resume_stage", "train", "train_stage"]

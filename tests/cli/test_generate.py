@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dprlhf.api import generate
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
+from dprlhf.generation import generate
 from helpers import runs, tiny
 
 

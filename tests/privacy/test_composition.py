@@ -11,9 +11,11 @@ from scipy.special import ndtr
 
 from dprlhf import DprlhfError
 from dprlhf.privacy import composition
+from dprlhf.privacy import filter as privacy_filter
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
-from dprlhf.privacy.composition import filter_share, total_epsilon
+from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.curves import SIDES, Composed, Losses
+from dprlhf.privacy.filter import filter_share
 from dprlhf.privacy.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 
 DELTA = 1e-5
@@ -195,7 +197,7 @@ def worst(menu: list[Mechanism], side: Any, epsilon_at: Any, allowed: Any) -> fl
     kernels = []
     for mechanism in menu:
         reach = {s: mechanism.spec.pair.reach(mechanism, 1e-12, s) for s in SIDES}
-        losses = composition._losses(mechanism, mechanism.spec.pair, step, reach)[side]
+        losses = composition.losses_of(mechanism, mechanism.spec.pair, step, reach)[side]
         kernel = np.zeros(2 * half + 1)
         kernel[half + losses.places] = losses.masses
         kernels.append(kernel)
@@ -245,7 +247,7 @@ def test_a_runs_moment_is_an_upper_bound_and_tight(noise: float) -> None:
     """At order 2 it is known; of a run that costs little, a small error would be all of it."""
     run = Mechanism(noise, 4)
     exact = math.log1p(math.expm1(noise**-2) / 4)
-    found = composition._renyi(run, 2.0, composition._tailed(run, 1e-12)["remove"][0])
+    found = privacy_filter._renyi(run, 2.0, privacy_filter._tailed(run, 1e-12)["remove"][0])
     assert exact * (1 - 1e-6) <= found <= exact * 1.01
 
 

@@ -11,8 +11,9 @@ from scipy.special import logsumexp
 from dprlhf.privacy import correlated_allocation as correlated
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
-from dprlhf.privacy.composition import filter_share, total_epsilon
+from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.correlated_noise import noise_matrix, square_root
+from dprlhf.privacy.filter import filter_share
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.max_guess import plan_within
 from dprlhf.privacy.plan import make_plan
-from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, plan_within, risk
+from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, risk
 from dprlhf.runs.model_card import percent
 from helpers.risks import Floats, simulated
 

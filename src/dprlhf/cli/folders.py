@@ -66,7 +66,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Continue prompts with the base model and with the tuned one, side by side."""
-    from dprlhf.api import generate as continue_prompts
+    from dprlhf.generation import generate as continue_prompts
 
     if (prompt is None) == (prompts is None):
         raise DprlhfError("give --prompt, as often as you like, or a file with --prompts")

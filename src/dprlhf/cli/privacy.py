@@ -151,8 +151,9 @@ def privacy_noise(
 ) -> None:
     """Find the smallest noise multiplier that keeps within ε, or within a guess's success."""
     from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.max_guess import plan_within
     from dprlhf.privacy.plan import make_plan
-    from dprlhf.privacy.risk import plan_within, risk
+    from dprlhf.privacy.risk import risk
     from dprlhf.runs.model_card import percent
 
     if (epsilon is None) == (max_guess is None):

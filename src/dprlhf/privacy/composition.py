@@ -10,12 +10,11 @@ Runs whose users are disjoint compose in parallel: a user is in one of them, and
 only that run's release. The total is then the largest of their costs, at the same δ.
 
 The product is that of plans which were settled beforehand. A budget for plans that are chosen in
-view of earlier results is kept by a privacy filter, :func:`filter_share`.
+view of earlier results is kept by a privacy filter, :mod:`dprlhf.privacy.filter`.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -35,28 +34,15 @@ from dprlhf.privacy.curves import (
 )
 from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
-    gaussian_noise_multiplier,
     noise_too_small,
 )
 from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
 
-_CUT = 1e-5
+CUT = 1e-5
 """Share of δ spent on losses beyond the grid, which count as infinite: over all runs of a total,
 for each run in a filter."""
 
-_ORDERS = (1.2, 1.5, 2.0)
-"""Orders of a budget's Rényi filters, less 1, in units of ln(1/δ)/ε. One Gaussian has its best
-order at 2, and many amplified runs too; a single one, whose divergence rises steeply, below it."""
-_GAUSSIAN_PART = 0.5
-"""Share of a budget's δ for the filter of Gaussian releases; the orders divide the rest equally."""
-_CUT_PART = 0.01
-"""Share of a budget's δ that is set aside for losses beyond the grids, of a thousand runs."""
-_LARGEST_EPSILON = 1e6
-"""Above it the orders are next to 1, and a budget has the filter of Gaussian releases alone."""
-_MOMENT_ERROR = 1e-9
-"""Allowance for rounding in the logarithm of a moment: masses are differences of a curve's values,
-with errors of 1e-16 of them over the square of the grid's step."""
 
 _CLIQUES = 1000
 """Sets of runs that may share users which are looked at one by one."""
@@ -126,84 +112,8 @@ def sets_of_runs(
     return list(sets.values())
 
 
-def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -> float:
-    """Return how much of the budget (ε, δ) some runs take up, where plans may follow from results.
-
-    This is a privacy filter: as long as the share of all runs that were made is at most 1, all of
-    them together are (ε, δ)-private, however each plan was chosen in view of what the earlier runs
-    released (docs/proofs/composition.md). ε and δ must be fixed before the first run. A share below
-    1 is not a statement of a smaller ε.
-
-    It is the smallest share of several filters, among which δ is divided beforehand: one adds z⁻²
-    of the Gaussian releases that cover the runs (Smith & Thakurta, arXiv 2210.17520), the others
-    Rényi divergences, each at one order (Feldman & Zrnic, arXiv 2008.11193).
-
-    Args:
-        times: The runs, and how often each was made on the same users.
-        epsilon: ε of the budget.
-        delta: δ of the budget.
-
-    Raises:
-        DprlhfError: some runs protect against replacement, and others do not.
-    """
-    if not times:
-        return 0.0
-    if len({mechanism.adjacency == "replace-one" for mechanism in times}) > 1:
-        raise DprlhfError(
-            "the runs protect against different neighbours, so there is no one statement for them"
-            " together: give all the same privacy.adjacency"
-        )
-    noise = covering_noise([m for m, n in times.items() for _ in range(n)])
-    ratio = gaussian_noise_multiplier(epsilon, _GAUSSIAN_PART * delta) / noise
-    shares = [ratio * ratio]
-    tails = {m: _tailed(m, _CUT * delta) for m in times}
-    cut = max(sum(n * tails[m][side][1] for m, n in times.items()) for side in SIDES)
-    if cut <= _CUT_PART * delta and epsilon <= _LARGEST_EPSILON:
-        part = (1 - _GAUSSIAN_PART - _CUT_PART) / len(_ORDERS) * delta
-        for scale in _ORDERS:
-            order = 1 - scale * math.log(part) / epsilon
-            # E L^a = e^((a-1) D_a) and (L - e^eps)_+ <= L^a e^(-eps (a-1)) (1 - 1/a)^(a-1) / a.
-            most = epsilon - math.log1p(-1 / order) + math.log(part * order) / (order - 1)
-            spent = [sum(n * _renyi(m, order, tails[m][side][0]) for m, n in times.items())
-                     for side in SIDES]  # fmt: skip
-            shares.append(max(spent) / most)
-    return min(shares)
-
-
-@functools.lru_cache(256)
-def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None, float]]:
-    """Return the losses of one factor of a run, by side, and the δ of those that count as infinite.
-
-    No losses where nothing is known beside the Gaussian that covers the run. The δ is that of all
-    factors of the run.
-    """
-    spec, factors = mechanism.spec, _factors(mechanism)
-    pair = spec.replaced if mechanism.adjacency == "replace-one" else spec.pair
-    if spec.disjoint or pair is None or noise_too_small(round_noise(mechanism), tail / factors):
-        return dict.fromkeys(SIDES, (None, 0.0))
-    reach = {side: pair.reach(mechanism, tail / factors, side) for side in SIDES}
-    own = None if spec.step is None else spec.step(mechanism)
-    losses = _losses(mechanism, pair, own or max(*reach.values(), 1e-6) / POINTS, reach)
-    return {side: (one, factors * one.infinite) for side, one in losses.items()}
-
-
-def _renyi(mechanism: Mechanism, order: float, losses: Losses | None) -> float:
-    """Return an upper bound on the Rényi divergence of a run's finite losses.
-
-    Args:
-        mechanism: The run.
-        order: The order, above 1.
-        losses: The losses of one factor on one side; None for those of the Gaussian that covers it.
-    """
-    noise = single_noise(mechanism)
-    single = order / 2 / noise / noise
-    if losses is None:
-        return single
-    log_moment = losses.log_moment(order - 1) + _MOMENT_ERROR
-    return min(single, _factors(mechanism) * max(log_moment, 0.0) / (order - 1))
-
-
-def _factors(mechanism: Mechanism) -> int:
+def factors_of(mechanism: Mechanism) -> int:
+    """Return the number of independent, equal factors of a run's dominating pair."""
     spec = mechanism.spec
     return 1 if spec.factors is None else spec.factors(mechanism)
 
@@ -308,7 +218,7 @@ def joint_losses(
         pairs: What dominates one factor of each.
         delta: The total δ, of which a small part is spent on losses beyond the grid.
     """
-    tail = delta * _CUT / sum(map(_factors, mechanisms))
+    tail = delta * CUT / sum(map(factors_of, mechanisms))
     counts = Counter(mechanisms)  # equal runs have one curve
     reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}
     wide = max(*(end for (m, _), end in reach.items() if m.spec.step is None), 1e-6, 1e-6) / POINTS
@@ -318,12 +228,12 @@ def joint_losses(
     for mechanism, times in counts.items():
         ends = {side: reach[mechanism, side] for side in SIDES}
         stride = max(1, math.floor(steps[mechanism] / step))
-        for side, one in _losses(mechanism, pairs[mechanism], step, ends, stride).items():
-            parts[side].append((one, times * _factors(mechanism)))
+        for side, one in losses_of(mechanism, pairs[mechanism], step, ends, stride).items():
+            parts[side].append((one, times * factors_of(mechanism)))
     return {side: Composed(tuple(parts[side])) for side in SIDES}
 
 
-def _losses(
+def losses_of(
     mechanism: Mechanism, pair: Pair, step: float, reach: Mapping[Side, float], stride: int = 1
 ) -> dict[Side, Losses]:
     """Return the pessimistic loss distribution of one factor of a run, by side."""

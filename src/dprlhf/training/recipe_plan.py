@@ -77,6 +77,6 @@ def plan_of(
     if privacy.max_guess is None:
         settings |= {"epsilon": privacy.epsilon, "noise_multiplier": privacy.noise_multiplier}
         return make_plan(**settings).continued(opened)
-    from dprlhf.privacy.risk import plan_within  # which most plans need at their end alone
+    from dprlhf.privacy.max_guess import plan_within
 
     return plan_within(privacy.max_guess, **settings).continued(opened)

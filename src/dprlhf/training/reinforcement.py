@@ -307,7 +307,7 @@ class Reinforcement:
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
         self.judges = {}
         if recipe.evaluation is not None and recipe.evaluation.judges:
-            from dprlhf.training.evaluate import judge_scorers
+            from dprlhf.training.judges import judge_scorers
 
             self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
             judging = self.judges.items()
