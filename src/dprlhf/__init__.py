@@ -31,13 +31,14 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
-    from dprlhf.api import resume, resume_stage, train, train_stage
+    from dprlhf.api import resume, train
     from dprlhf.errors import DprlhfError
     from dprlhf.generation import generate
     from dprlhf.privacy.plan import Plan, make_plan
     from dprlhf.recipe import Recipe, load_recipe
     from dprlhf.runs.publish import merge
     from dprlhf.runs.withdrawal import erase
+    from dprlhf.stages import resume_stage, train_stage
 
 _HOMES = {
     "DprlhfError": "errors",
@@ -49,9 +50,9 @@ _HOMES = {
     "make_plan": "privacy.plan",
     "merge": "runs.publish",
     "resume": "api",
-    "resume_stage": "api",
+    "resume_stage": "stages",
     "train": "api",
-    "train_stage": "api",
+    "train_stage": "stages",
 }
 
 __all__ = [

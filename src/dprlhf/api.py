@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.data.given_rewards import is_model
-from dprlhf.data.in_memory import InMemoryInputs, Reward, check_overrides, from_memory, recipe_of
+from dprlhf.data.in_memory import InMemoryInputs, Reward, recipe_of
 from dprlhf.errors import DprlhfError, MissingPathError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.opacus import without_wrapper
@@ -21,9 +21,7 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.trainer import complete
 
 if TYPE_CHECKING:
-    from dprlhf.recipe.supervised import StageRecipe
     from dprlhf.training.reinforcement import Result
-    from dprlhf.training.supervised import StageResult
 
 
 def train(
@@ -120,7 +118,7 @@ def train(
         refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)
         begin = refused.pop_all
-        result: Result = _train(recipe, sources, output_dir, "", callbacks, quiet, begin)
+        result: Result = start_any(recipe, sources, output_dir, "", callbacks, quiet, begin)
     return result
 
 
@@ -177,102 +175,8 @@ def resume(
         refused.callback(adapter_rollback(model))
         _take_model(sources, recipe, model, processing_class)
         begin = refused.pop_all
-        result: Result = _resume(recipe, run_folder, sources, callbacks, quiet, begin)
+        result: Result = resume_any(recipe, run_folder, sources, callbacks, quiet, begin)
     return result
-
-
-def train_stage(
-    recipe: StageRecipe | str | Path,
-    *,
-    data: Sequence[Any] | Any | None = None,
-    evaluation_data: Sequence[Any] | Any | None = None,
-    overrides: Sequence[str] = (),
-    output_dir: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
-    quiet: bool = False,
-) -> StageResult:
-    """Fit a policy to private documents, pairs or feedback, or a reward model to preferences.
-
-    Args:
-        recipe: The settings of the stage, or their YAML file.
-        data: Private rows in memory, a list of dicts or a ``datasets.Dataset``. Replaces the
-            recipe's data.
-        evaluation_data: Public rows in memory, for the loss before and after.
-        overrides: Changes ``section.key=value`` to a YAML file.
-        output_dir: The run folder; must not exist.
-        callbacks: Called after every round with its public and released metrics.
-        quiet: Show no progress bars.
-
-    Returns:
-        The plan with its guarantee, the run folder and the public losses.
-
-    Raises:
-        DprlhfError: A setting or the data are wrong; the message names it.
-    """
-    if evaluation_data is not None and evaluation_data is data:
-        raise DprlhfError("evaluation_data are the private rows: evaluation needs public ones")
-    check_overrides(recipe, overrides)
-    if isinstance(recipe, str | Path):
-        recipe = load_stage_recipe(recipe, overrides)
-    recipe = from_memory(recipe, data=data is not None, evaluation=evaluation_data is not None)
-    sources = InMemoryInputs(data, None, evaluation_data)
-    suffix = f"-{recipe.stage}"
-    result: StageResult = _train(recipe, sources, output_dir, suffix, callbacks, quiet)
-    return result
-
-
-def resume_stage(
-    folder: str | Path,
-    *,
-    data: Sequence[Any] | Any | None = None,
-    evaluation_data: Sequence[Any] | Any | None = None,
-    callbacks: Sequence[Callback] = (),
-    quiet: bool = False,
-) -> StageResult:
-    """Continue an interrupted supervised stage, with the same recipe and the same users.
-
-    Args:
-        folder: The run folder.
-        data: The same private rows, if they were in memory.
-        evaluation_data: The same public rows, if they were in memory.
-        callbacks: Called after every round with its public and released metrics.
-        quiet: Show no progress bars.
-
-    Returns:
-        The result of the whole run, as from :func:`train_stage`.
-
-    Raises:
-        DprlhfError: The folder is not that of a supervised stage, was altered, or its data changed.
-    """
-    run_folder = RunFolder(Path(folder))
-    recipe = load_stage_recipe(run_folder.recipe)
-    sources = InMemoryInputs(data, None, evaluation_data)
-    result: StageResult = _resume(recipe, run_folder, sources, callbacks, quiet)
-    return result
-
-
-def load_stage_recipe(
-    path: str | Path, overrides: Sequence[str] = (), *, stage: str | None = None
-) -> StageRecipe:
-    """Read the YAML recipe of a supervised stage.
-
-    Args:
-        path: The YAML file.
-        overrides: Changes ``section.key=value``.
-        stage: The stage of a recipe that names none.
-
-    Raises:
-        DprlhfError: The file cannot be read, is of another kind, or a key or value is wrong.
-    """
-    from dprlhf.recipe.supervised import StageRecipe
-
-    recipe = load_any_recipe(path, overrides, stage=stage)
-    if not isinstance(recipe, StageRecipe):
-        raise DprlhfError(
-            f"{path}: not a recipe of a supervised stage: it needs stage: sft, reward, dpo or"
-            " feedback"
-        )
-    return recipe
 
 
 def _take_model(sources: InMemoryInputs, recipe: Recipe, model: Any, tokenizer: Any) -> None:
@@ -304,7 +208,7 @@ def recipe_in(folder: RunFolder) -> Recipe:
     return recipe
 
 
-def _train(
+def start_any(
     recipe: AnyRecipe,
     sources: InMemoryInputs,
     output_dir: str | Path | None,
@@ -325,7 +229,7 @@ def _train(
         return complete(run)
 
 
-def _resume(
+def resume_any(
     recipe: AnyRecipe,
     folder: RunFolder,
     sources: InMemoryInputs,
@@ -333,7 +237,7 @@ def _resume(
     quiet: bool,
     begin: Callable[[], Any] = lambda: None,
 ) -> Any:
-    """Continue a run of any stage and return its result; ``begin`` as in :func:`_train`."""
+    """Continue a run of any stage and return its result; ``begin`` as in :func:`start_any`."""
     try:
         with open_run(
             recipe, folder, sources, create=False, callbacks=callbacks, quiet=quiet
@@ -344,6 +248,3 @@ def _resume(
         raise DprlhfError(
             f"{missing}; resume a run from the folder in which it was started"
         ) from None
-
-
-__all__ = ["resume", "resume_stage", "train", "train_stage"]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dprlhf.data.given_rewards import given_rewards, rewards_of
+from dprlhf.data.given_rewards import rewards_of
+from dprlhf.data.reward_arguments import given_rewards
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Reward
 

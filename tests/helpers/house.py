@@ -17,7 +17,7 @@ LEVELS = [
     *({room} for room in (
         "privacy", "budget", "assets", "recipe", "data", "policies", "rollout", "rewards", "agents",
         "gradients", "updates", "runs", "training", "tuning", "audit", "papers", "testing",
-        "api", "generation", "trl", "cli", "__main__", "",
+        "api", "generation", "stages", "trl", "cli", "__main__", "",
     )),
 ]  # fmt: skip
 """The rooms from low to high; a module may import what is at its own level or below.

@@ -11,7 +11,7 @@ from dprlhf.agents.chat import Tool
 from dprlhf.agents.sampling import AgentSampler
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY
-from dprlhf.rewards.loading import load_function
+from dprlhf.rewards.functions import load_function
 
 
 def load_sampler(

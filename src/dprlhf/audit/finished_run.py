@@ -68,13 +68,7 @@ def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
 
 
 def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -> None:
-    """Refuse a recipe whose plan is not the one that a ledger opened with.
-
-    Args:
-        recipe: The run's recipe, with the ledger's noise multiplier.
-        terms: The body of the ledger's first entry.
-        run: The run's folder.
-    """
+    """Refuse a recipe whose plan is not the one that a ledger opened with."""
     try:
         users = int(terms["users"])
     except (KeyError, TypeError, ValueError):

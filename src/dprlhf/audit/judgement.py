@@ -173,11 +173,7 @@ class _Guessed:
 def _guessed(record: AuditRecord, included: Bits, alpha: float, *, bounds: bool) -> _Guessed:
     """Guess which canaries were in, and return what the number of right guesses proves.
 
-    Args:
-        record: What the run released.
-        included: Whether each canary was in, ``[canaries]``.
-        alpha: Error probability of all tests together, of which the guesses have their shares.
-        bounds: Whether to compute the lower bounds, which are 0 without.
+    ``included`` is ``[canaries]``; without ``bounds`` the lower bounds are 0.
     """
     plan, canaries, refuted = record.plan, len(included), []
     epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta

@@ -87,7 +87,7 @@ def check_user_column(column: str, earlier: Mapping[str, Any]) -> None:
 
 def check_reward(reward: str, _: Mapping[str, Any]) -> None:
     """Check that the reward names a function which can be loaded, unless it is a classifier."""
-    from dprlhf.data.given_rewards import named_reward
+    from dprlhf.data.reward_arguments import named_reward
     from dprlhf.rewards.loading import load_reward
 
     place = reward.rpartition(":")[0]

@@ -70,7 +70,7 @@ def _of_stage(stage: str, about: str) -> Callable[..., None]:
         dry_run: DryRun = False,
         as_json: PlanAsJson = False,
     ) -> None:
-        from dprlhf.api import load_stage_recipe, train_stage
+        from dprlhf.stages import load_stage_recipe, train_stage
 
         loaded = load_stage_recipe(recipe, overrides or (), stage=stage)
         if loaded.stage != stage:
@@ -101,13 +101,14 @@ feedback = _of_stage(
 def resume(run: Annotated[Path, typer.Argument(help="The folder of the run.")]) -> None:
     """Continue a run that stopped, of any stage. A round that was charged never runs again."""
     from dprlhf.api import resume as continue_run
-    from dprlhf.api import resume_stage
     from dprlhf.recipe import Recipe, load_any_recipe
     from dprlhf.runs.folder import RunFolder
 
     kept = RunFolder(run).recipe
     with _interruptible():
         if kept.is_file() and not isinstance(load_any_recipe(kept), Recipe):
+            from dprlhf.stages import resume_stage
+
             show_stage(resume_stage(run))
         else:
             show(continue_run(run))

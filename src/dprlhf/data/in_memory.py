@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from dprlhf import recipe as settings
 from dprlhf.data.file_formats import with_conversations
-from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
+from dprlhf.data.given_rewards import GivenReward, is_model
 from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.plan import Plan
@@ -16,7 +16,7 @@ from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
 
 R = TypeVar("R", bound=AnyRecipe)
 Reward = Any
-"""A reward, or a list of them, as :func:`~dprlhf.data.given_rewards.given_rewards` takes them."""
+"""A reward, or a list of them, as :mod:`dprlhf.data.reward_arguments` takes them."""
 
 _PLACE = {
     "path": IN_MEMORY, "name": None, "split": "train", "skip": 0, "limit": None,
@@ -28,7 +28,7 @@ class InMemoryInputs:
 
     Args:
         prompts: The users' prompts, as :func:`rows_from` takes them.
-        reward: A reward, or several, as :func:`~dprlhf.data.given_rewards.given_rewards` takes
+        reward: A reward, or several, as :func:`~dprlhf.data.reward_arguments.given_rewards` takes
             them: callables with TRL's signature, names, models, or pairs with a weight.
         models: Models in memory that the run starts from, by the argument's name; the private runs
             that tuned them must count.
@@ -80,6 +80,8 @@ class InMemoryInputs:
         }
         self.rewards: list[GivenReward] | None = None
         if reward is not None:
+            from dprlhf.data.reward_arguments import given_rewards
+
             self.take_rewards(given_rewards(reward, reward_weights, reward_processing_classes))
         elif reward_weights is not None or reward_processing_classes is not None:
             raise DprlhfError(

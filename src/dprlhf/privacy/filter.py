@@ -90,12 +90,9 @@ def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None
 
 
 def _renyi(mechanism: Mechanism, order: float, losses: Losses | None) -> float:
-    """Return an upper bound on the Rényi divergence of a run's finite losses.
+    """Return an upper bound on the Rényi divergence of a run's finite losses, at an order above 1.
 
-    Args:
-        mechanism: The run.
-        order: The order, above 1.
-        losses: The losses of one factor on one side; None for those of the Gaussian that covers it.
+    ``losses`` are those of one factor on one side; None takes the Gaussian that covers the run.
     """
     noise = single_noise(mechanism)
     single = order / 2 / noise / noise

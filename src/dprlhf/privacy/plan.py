@@ -274,13 +274,7 @@ def check_promise(adjacency: Adjacency | None) -> None:
 
 
 def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mechanism, Epsilon]:
-    """Return the mechanism with its noise, and its cost.
-
-    Args:
-        mechanism: With its own noise, unless there is a target.
-        target: The ε to stay below; infinite for a baseline; None to keep the noise.
-        delta: δ.
-    """
+    """Return the mechanism and its cost, with its own noise if there is no ε to stay below."""
     if target == math.inf:
         none = Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
         return mechanism.with_noise(0.0), none
@@ -294,14 +288,7 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
 def _calibrated(
     mechanism: Mechanism, target: float, delta: float, spec: PartitionSpec
 ) -> tuple[float, Epsilon]:
-    """Return the noise of a plan and its cost, which a run asks for more than once.
-
-    Args:
-        mechanism: Everything but the noise.
-        target: The ε to stay below.
-        delta: δ.
-        spec: The draw and the accountant of the mechanism, by which the answer is kept.
-    """
+    """Return the noise of a plan and its cost, kept by its terms and the draw's ``spec``."""
     return accounting.noise_multiplier(
         target,
         delta,

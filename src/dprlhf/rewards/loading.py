@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import operator
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dprlhf import recipe
@@ -17,18 +10,15 @@ from dprlhf.data.given_rewards import (
     BY_TURN,
     GivenReward,
     declares,
-    given_rewards,
     is_model,
     rewards_of,
 )
-from dprlhf.errors import DprlhfError, missing_path
+from dprlhf.errors import DprlhfError
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
     declared_per_user,
     name_of,
-    suggestion,
-    type_and_message,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +50,7 @@ def load_reward(
     Args:
         spec: Settings of the reward, a callable, a name, a sequence classifier, a pair with a
             weight, or a :class:`LoadedReward`, as
-            :func:`~dprlhf.data.given_rewards.given_rewards` takes them; without a weight it is 1.
+            :mod:`dprlhf.data.reward_arguments` takes them; without a weight it is 1.
         tokenizer: Tokenizer of a classifier; None takes the one beside the model's weights.
 
     Raises:
@@ -74,6 +64,8 @@ def load_reward(
     >>> load_reward((shouting, 0.5)).weight
     0.5
     """
+    from dprlhf.data.reward_arguments import given_rewards
+
     found = given_rewards(spec, tokenizers=tokenizer)
     if len(found) != 1:
         raise DprlhfError(f"load_reward takes one reward, not {len(found)}: call it for each")
@@ -108,6 +100,8 @@ def _load_named(
 ) -> LoadedReward:
     function: object
     if spec.function is not None:
+        from dprlhf.rewards.functions import load_function
+
         source, function = spec.function, load_function(spec.function)
     else:
         assert spec.classifier is not None
@@ -140,66 +134,3 @@ def _classifier(
         text=spec.text,
         device=device,
     )
-
-
-def load_function(source: str, kind: str = "reward") -> object:
-    """Load what ``package.module:attribute`` or ``path/to/file.py:attribute`` names."""
-    place, _, attribute = source.rpartition(":")
-    if not place or not attribute:
-        raise DprlhfError(
-            f"{kind} function {source!r} is not of the form 'package.module:attribute' or "
-            "'path/to/file.py:attribute'"
-        )
-    module = (_module_from_file if place.endswith(".py") else _module_by_name)(place, kind)
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError:
-        known = [
-            name
-            for name, value in sorted(vars(module).items())
-            if callable(value) and not name.startswith("_")
-        ]
-        raise DprlhfError(
-            f"{kind} function {source!r}: {place} has no {attribute!r}; "
-            + suggestion(attribute, known, "its callables")
-        ) from None
-
-
-def _module_by_name(name: str, kind: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as problem:
-        raise DprlhfError(
-            f"{kind} module {name!r} cannot be imported ({type_and_message(problem)}): install it,"
-            " or name a file as 'path/to/file.py:attribute'"
-        ) from problem
-
-
-def _module_from_file(place: str, kind: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise missing_path(f"{kind} file {place!r} does not exist", place)
-    try:
-        content = path.read_bytes()
-    except OSError as problem:
-        raise DprlhfError(f"{kind} file {place!r} cannot be read: {problem.strerror}") from problem
-    # A name of its own, because two files may share a stem; registered, because pickle and
-    # dataclasses look modules up. It follows from the content too: the same file is loaded once,
-    # one that was edited meanwhile (in a notebook, say) anew.
-    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:8]
-    name = f"dprlhf_reward_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as problem:
-        del sys.modules[name]
-        if isinstance(problem, KeyboardInterrupt):
-            raise
-        raise DprlhfError(f"{kind} file {place!r} fails: {type_and_message(problem)}") from problem
-    return module

@@ -13,8 +13,9 @@ from peft import PeftModel
 from trl.chat_template_utils import add_response_schema
 
 from dprlhf.agents.rewards import ENVIRONMENT_REWARD, environment_reward, rewarding
-from dprlhf.data.given_rewards import GivenReward, given_rewards, is_model
+from dprlhf.data.given_rewards import GivenReward, is_model
 from dprlhf.data.given_rows import rows_from
+from dprlhf.data.reward_arguments import given_rewards
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import fresh_lora
 from dprlhf.policies.causal_lm import CausalLMPolicy

@@ -22,9 +22,10 @@ from transformers.trainer_utils import TrainOutput
 
 from dprlhf.agents import load_sampler
 from dprlhf.agents.rewards import environment_rewards
-from dprlhf.data.given_rewards import GivenReward, given_rewards
+from dprlhf.data.given_rewards import GivenReward
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.public import public_users
+from dprlhf.data.reward_arguments import given_rewards
 from dprlhf.data.users import Users
 from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback

@@ -129,11 +129,7 @@ def _spec(recipe: Recipe, file: Path | None) -> Data:
 
 
 def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
-    """Return the prompts that stand in for nobody: those of the final evaluation and ``subspace``.
-
-    Args:
-        rows: As for :func:`public_rows`.
-    """
+    """Return the prompts that stand in for nobody: of the final evaluation and ``subspace``."""
     apart: set[str] = set()
     column = recipe.data.prompt_column
     if (evaluation := recipe.evaluation) is not None:
