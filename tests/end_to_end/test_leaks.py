@@ -190,7 +190,7 @@ def test_a_log_gets_no_line_of_the_users_own_code_between_rounds(
         monkeypatch.setattr(owner, method, called)
 
     printing(Reinforcement, "public_metrics")
-    printing(Guidance, "subspace")
+    printing(Guidance, "_fit")
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     public = tmp_path / "public.csv"
@@ -204,7 +204,7 @@ def test_a_log_gets_no_line_of_the_users_own_code_between_rounds(
     captured = capfd.readouterr()
     counts = [
         getattr(captured, stream).count(f"{method} to {kind}")
-        for method in ("public_metrics", "subspace")
+        for method in ("public_metrics", "_fit")
         for stream, kind in (("out", "stdout"), ("err", "stderr"))
     ]
     assert counts == ([1, 1, 2, 2] if terminal else [0] * 4)

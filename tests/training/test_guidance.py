@@ -16,7 +16,7 @@ from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import STAGES, make_recipe
-from dprlhf.training import guidance
+from dprlhf.training import guidance, supervised
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, save_sharp, train
@@ -294,9 +294,20 @@ def test_a_supervised_stage_releases_coordinates_along_public_directions(
 
 
 @pytest.mark.slow
-def test_directions_need_no_public_feedback(model: str, tmp_path: Path) -> None:
-    """The sign of a row's gradient, which its label decides, leaves the span as it is."""
-    found = []
+def test_directions_need_no_public_feedback(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sign of a row's gradient, which its label decides, leaves the span as it is.
+
+    What is printed meanwhile is in no log, where it would show when a round ended.
+    """
+    found, of_rows = [], supervised.weighted_gradients
+
+    def printing(*given: Any) -> torch.Tensor:
+        print("about a public row", flush=True)
+        return of_rows(*given)
+
+    monkeypatch.setattr(supervised, "weighted_gradients", printing)
     for liked in (None, True, False):
         folder = tmp_path / str(liked)
         spec, rows, public = stage_settings("feedback", model, folder)
@@ -310,6 +321,7 @@ def test_directions_need_no_public_feedback(model: str, tmp_path: Path) -> None:
         dprlhf.train_stage(spec, data=rows, evaluation_data=public, callbacks=[look], quiet=True)
     assert (found[0] - found[1]).abs().max() < 1e-4
     assert (found[0] - found[2]).abs().max() < 1e-4
+    assert "about a public row" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ class Guidance:
             gradients: Returns what public prompts would contribute.
         """
         if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
-            self._subspace = self._fit(run, batch, gradients)
+            with run.progress.unlogged():
+                self._subspace = self._fit(run, batch, gradients)
         # Where users' gradients are: they may be millions of numbers, in each micro-batch.
         self._subspace = self._subspace.on(run.policy.device)
         return self._subspace

@@ -360,8 +360,7 @@ class Reinforcement:
             from dprlhf.training.guidance import policy_gradients
 
             gradients = partial(policy_gradients, run, batch, self.scorer)
-            with run.progress.unlogged():
-                subspace = self.guidance.subspace(run, batch, gradients)
+            subspace = self.guidance.subspace(run, batch, gradients)
 
         def readable(users: NDArray[np.int64]) -> Prompts:
             with captured(None):  # a panic in compiled code prints the text that it failed on
