@@ -97,6 +97,9 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     free = with_defaults(values, users=9, public=400, model="nowhere")
     assert free["update"]["subspace"]
     assert free["optimizer"]["name"] == "normalized-sgd"
+    few = [with_defaults(v, users=300, public=400, model="nowhere") for v in (values, {})]
+    assert [made["rounds"] for made in few] == [8, 4]  # with directions, and without public rows
+    assert with_defaults({"rounds": 0}, users=9, public=None, model="nowhere")["rounds"] == 0
 
 
 def test_a_stage_of_init_and_a_trl_trainer_have_one_recipe() -> None:

@@ -21,6 +21,9 @@ from dprlhf.recipe import Recipe
 
 FEWEST_ROUNDS, MOST_ROUNDS, USERS_A_ROUND = 4, 16, 125
 
+FEWEST_WITH_DIRECTIONS = 8
+"""Least number of rounds with a subspace, where few users are set against little noise."""
+
 EVALUATED = 128
 """Public rows of the evaluation, at most half of them, if directions are fitted to the others."""
 
@@ -49,30 +52,35 @@ def with_defaults(
     if "adapter" not in policy:
         aligned = evaluation is not None and stage != "reward"
         policy["adapter"] = adapter_for(config, public_rows=aligned)
-    if "rounds" not in made:
-        passes = made.get("privacy", {}).get("participations", 1)
-        made["rounds"] = rounds_for(users, passes)
     update, works = made.setdefault("update", {}), stage != "reward"
     if stage == "reward":
         made.setdefault("optimizer", {"learning_rate": 0.003})  # a new head takes smaller steps
     if stage == "rl":
         made.setdefault("rollout", {}).setdefault("batch_size", "auto")
         works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
-    if evaluation is None or public is None or "subspace" in update or "optimizer" in made:
-        return made
-    taken = evaluation.get("prompts", min(EVALUATED, public // 2))
-    wide = config is None
-    if config is not None:
-        # A value projection's outputs: the narrowest module that is adapted by default.
-        heads = config.num_attention_heads
-        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
-        layers = policy["adapter"].get("layers") or range(getattr(config, "num_hidden_layers", 0))
-        wide = width // heads * len(layers) >= WIDE
-    if public - taken >= 2 * DIRECTIONS and wide and works:
-        evaluation["prompts"] = taken
-        update["subspace"] = {"rank": DIRECTIONS}
-        made["optimizer"] = dict(STEPS)
+    fewest, free = FEWEST_ROUNDS, "subspace" not in update and "optimizer" not in made
+    if evaluation is not None and public is not None and free and works:
+        taken = evaluation.get("prompts", min(EVALUATED, public // 2))
+        if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
+            evaluation["prompts"] = taken
+            update["subspace"] = {"rank": DIRECTIONS}
+            made["optimizer"] = dict(STEPS)
+            fewest = FEWEST_WITH_DIRECTIONS
+    if "rounds" not in made:
+        passes = made.get("privacy", {}).get("participations", 1)
+        made["rounds"] = rounds_for(users, passes, fewest)
     return made
+
+
+def _wide(config: Any, adapter: Mapping[str, Any]) -> bool:
+    """Return whether there are enough parameters for directions; True for an unknown model."""
+    if config is None:
+        return True
+    # A value projection's outputs: the narrowest module that is adapted by default.
+    heads = config.num_attention_heads
+    width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
+    layers = adapter.get("layers") or range(getattr(config, "num_hidden_layers", 0))
+    return bool(width // heads * len(layers) >= WIDE)
 
 
 def completed(
@@ -101,15 +109,15 @@ def completed(
     )
 
 
-def rounds_for(users: int | None, participations: int = 1) -> int:
-    """Return 4 to 16 rounds, such that each has about 125 users to set against the noise.
+def rounds_for(users: int | None, participations: int = 1, fewest: int = FEWEST_ROUNDS) -> int:
+    """Return up to 16 rounds, such that each has about 125 users to set against the noise.
 
-    >>> rounds_for(300), rounds_for(1000), rounds_for(9000, 3), rounds_for(2)
-    (4, 8, 18, 2)
+    >>> rounds_for(300), rounds_for(1000), rounds_for(9000, 3), rounds_for(2), rounds_for(9, 1, 8)
+    (4, 8, 18, 2, 8)
     """
     rounds = MOST_ROUNDS
     if users is not None:
-        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, users * participations // USERS_A_ROUND))
+        rounds = max(fewest, min(MOST_ROUNDS, users * participations // USERS_A_ROUND))
         rounds = min(rounds, users)
     participations = max(1, participations)  # fewer are refused elsewhere
     return -(-rounds // participations) * participations  # an allocation has as many in each pass
