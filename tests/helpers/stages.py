@@ -42,14 +42,24 @@ def examples(rows: list[dict[str, Any]], data: recipe.Data) -> Prompts:
 
 
 def user_sums(
-    task: Task, policy: Any, rows: Prompts, clip_norm: float, batch_size: int = 3
+    task: Task,
+    policy: Any,
+    rows: Prompts,
+    clip_norm: float,
+    batch_size: int = 3,
+    subspace: Any = None,
 ) -> tuple[torch.Tensor, Responses]:
     """Return the clipped sum that a stage releases, and the rows as they are encoded."""
     encoded = task.encode(policy, rows)
     weights = task.weights(policy, encoded, batch_size)
     weighted = Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
     total = clipped_sum(
-        policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x
+        policy,
+        Private(weighted),
+        clip_norm=clip_norm,
+        batch_size=batch_size,
+        reduce=lambda x: x,
+        subspace=subspace,
     )
     return total.bounded.total, encoded
 

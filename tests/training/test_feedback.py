@@ -13,6 +13,7 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
+from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training.feedback import Reactions, log_probability, reaction
 from helpers import runs, tiny
@@ -152,6 +153,20 @@ def test_one_user_fewer_moves_the_sum_by_its_own_part(loss: str, user: str) -> N
     whole, fewer, alone = (sums(spec, rows, 1e-3) for rows in (ROWS, others, own))
     assert 0.99e-3 < float((whole - fewer).norm()) <= 1e-3 * (1 + 1e-9)
     torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("user", ["a", "b"])
+def test_one_user_fewer_moves_the_coordinates_by_the_clip_norm_at_most(user: str) -> None:
+    """Along public directions, with an adapter off its start, as in a later round."""
+    spec, trained = settings(), wide_policy(0.3)
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(trained.dimension, 4, generator=generator).double()
+    subspace, found = Subspace(torch.linalg.qr(drawn).Q.T.contiguous(), 50.0), []
+    for rows in (ROWS, [r for r in ROWS if r["user"] != user]):
+        some = examples(rows, spec.data)
+        found.append(user_sums(Reactions(spec), trained, some, 1e-3, 4, subspace)[0])
+    assert len(found[0]) == 4
+    assert 0.9e-3 < float((found[0] - found[1]).norm()) <= 1e-3
 
 
 @each_loss
