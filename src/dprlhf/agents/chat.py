@@ -45,15 +45,9 @@ def showing(policy: CausalLMPolicy, tools: Sequence[Tool]) -> Iterator[None]:
 def read_turn(
     policy: CausalLMPolicy, before: Sequence[int], tokens: Sequence[int], tools: Sequence[Tool]
 ) -> dict[str, Any]:
-    """Return what the policy wrote in a turn as a message, with its ``tool_calls`` if it made any.
+    """Return what the policy wrote in a turn as a message, with its ``tool_calls``.
 
-    Args:
-        policy: The policy, for its tokenizer; ``response_template`` of the tokenizer says how the
-            model writes calls, and :data:`PLAIN` where there is none.
-
-    Returns:
-        A message ``{"role", "content", …}``. A turn that cannot be read, such as one with a call
-        that is no JSON, is plain text without calls, as in TRL.
+    A turn that cannot be read, such as a call that is no JSON, is plain text without calls.
     """
     from transformers.utils.chat_parsing import parse_response
 
@@ -90,12 +84,6 @@ def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> 
 
     The tokens before them stay as they were sampled: the answers are rendered behind a made-up
     conversation, of which everything up to the end of the call is cut off.
-
-    Args:
-        answers: Messages ``{"role": "tool", "name", "content"}``, at least one.
-
-    Raises:
-        ValueError: The template renders a conversation otherwise when more follows.
     """
     call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
     before = [

@@ -31,9 +31,6 @@ def check_fresh(agent: Agent, trajectories: float) -> None:
 
     Twice as many are made as an average round has trajectories, at most 1,000 by each factory, and
     let go at once: a pool that is as large as a round is found. A larger one is not.
-
-    Args:
-        trajectories: The average number of trajectories of a round, which is public.
     """
     count = min(math.ceil(2 * trajectories), _MOST_ENVIRONMENTS)
     with OwnRandomness(0)():
@@ -53,9 +50,6 @@ def check_apart(
     A tool that counts its calls, a cache, or an environment that shares its state would make one
     user's trajectories depend on another's. Passing is evidence, not a proof: what is shared may
     show on other prompts only, and a policy that calls no tool yet shows nothing.
-
-    Args:
-        prompts: Public conversations, at least one.
     """
     some = _in_all_environments(policy, prompts.first(_PROMPTS))
     # Each keeps its place, whoever else there is, as a user does.

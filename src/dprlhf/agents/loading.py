@@ -20,16 +20,7 @@ def load_sampler(
     tools: Sequence[Tool] | None = None,
     environment_factory: EnvironmentFactories | None = None,
 ) -> AgentSampler:
-    """Return what samples the trajectories of a recipe.
-
-    Args:
-        environment_factory: The factory that the program passes, or several by name; None for
-            those of the recipe.
-
-    Raises:
-        DprlhfError: Something cannot be loaded, or a resumed run needs objects of the program
-            again.
-    """
+    """Return what samples the trajectories of a recipe."""
     _check_passed("tools", tools, spec.tools)
     named = spec.environment
     several = list(named.values()) if isinstance(named, dict) else [named]

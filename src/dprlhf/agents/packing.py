@@ -28,21 +28,13 @@ def packed(
     prompts: Prompts,
     rows: Sequence[Trajectory],
     *,
-    from_base: NDArray[np.bool_],
+    from_base: NDArray[np.bool_],  # True where a row was sampled from μ, [rows]
     spec: recipe.Rollout,
     longest: int,
     num_generations: int,
     extra: Sequence[str] = (),
 ) -> Responses:
-    """Return trajectories as responses; one that failed has one token, of an end if there is any.
-
-    Args:
-        prompts: The prompts; each has ``spec.responses`` adjacent rows.
-        from_base: True where a row was sampled from μ, ``[rows]``.
-        longest: The longest prompt in tokens; a longer one keeps its last tokens.
-        num_generations: Number of adjacent rows that answer the same tokens, a public number.
-        extra: Which values of the environments rewards get: ``environments``, ``turn_rewards``.
-    """
+    """Return trajectories as responses; one that failed has one token, an end token if any."""
     k, length = spec.responses, spec.max_new_tokens
     end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
     given = [list(row.prompt[-longest:]) or [end] for row in rows]

@@ -21,9 +21,6 @@ def environment_reward(environments: Sequence[Any], **columns: Any) -> list[floa
 
     It is called for one user at a time: a call in which another user's environment fails would be
     repeated, and an environment may answer something else when it is asked again.
-
-    Returns:
-        A score for each trajectory; None for one whose environment has no ``get_reward``.
     """
     scores = []
     for one in environments:
@@ -39,10 +36,6 @@ def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> lis
     """Return what each trajectory's environment said of its turns, by ``get_turn_reward``.
 
     It is called after each turn of the policy and the tools that the turn called.
-
-    Args:
-        turn_rewards: A list for each trajectory, with a score or None for each of its turns; None
-            for one whose environment has no ``get_turn_reward``.
     """
     return list(turn_rewards)
 

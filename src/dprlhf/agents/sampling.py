@@ -44,14 +44,7 @@ from dprlhf.rollout.sampling import draws_of, generate_rows, left_of
 
 
 class AgentSampler:
-    """Samples trajectories with an :class:`Agent`; a :class:`~dprlhf.rollout.sampling.Sampler`.
-
-    Args:
-        agent: The tools and the environment.
-
-    Attributes:
-        sink: Receiver of the text that tools print on private trajectories; None drops it.
-    """
+    """Samples trajectories with an :class:`Agent`; a :class:`~dprlhf.rollout.sampling.Sampler`."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -77,12 +70,7 @@ class AgentSampler:
         tick: Tick | None,
         private: bool,
     ) -> Responses:
-        """Sample ``spec.responses`` trajectories for each prompt.
-
-        Raises:
-            DprlhfError: On public prompts, one is no conversation, or an environment cannot be
-                reset; before the rounds also where a factory returns one twice.
-        """
+        """Sample ``spec.responses`` trajectories for each prompt."""
         k, run = spec.responses, _Turns(policy, spec, max_prompt_tokens, self, private)
         rows = run.begun(prompts, key, context)
         draws = draws_of(prompts, key, context, k, spec.max_new_tokens)
@@ -178,15 +166,10 @@ class _Turns:
         self,
         rows: Sequence[Trajectory],
         prompts: Prompts,
-        draws: torch.Tensor,
+        draws: torch.Tensor,  # Their uniform numbers, [prompts, responses, max_new_tokens]
         tick: Tick | None,
     ) -> None:
-        """Let trajectories act until each has ended.
-
-        Args:
-            prompts: What they answer, for their places.
-            draws: Their uniform numbers, ``[prompts, responses, max_new_tokens]``.
-        """
+        """Let trajectories act until each has ended."""
         # Trajectories that failed take part in the first turn: shapes must not depend on them.
         live, iterations = list(range(len(rows))), 0
         while live:

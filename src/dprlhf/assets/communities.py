@@ -63,9 +63,6 @@ def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:
 
     Ratings are real. Every five rows in a row hold four bad ratings and one good one, so that a
     recipe's ``data.limit`` keeps the mix.
-
-    Returns:
-        The chosen reviews, with the column ``wants``: the sign of the rating.
     """
     return _by_rating(reviews, bad_for_each_good=BAD_RATINGS)
 
@@ -75,9 +72,6 @@ def balanced_reviews(reviews: pd.DataFrame) -> pd.DataFrame:
 
     Ratings are real. Praise for everybody earns nothing on average, and so does criticism: a policy
     gains only by what it reads in the prompt.
-
-    Returns:
-        The chosen reviews, with the column ``wants``: the sign of the rating.
     """
     return _by_rating(reviews, bad_for_each_good=1)
 
@@ -104,10 +98,6 @@ def house_style(reviews: pd.DataFrame) -> pd.DataFrame:
     opposite of the others. A reward with the weight −w in place of w turns every user's wish, so a
     policy that was trained without these users gains exactly 0 on average over w and −w, and the
     best policy for them gains 0.6 of the reward's range.
-
-    Returns:
-        The chosen reviews, clusters in turn, with the columns ``cluster``, ``wants`` and
-        ``wants_by_cluster``.
     """
     import numpy as np
 

@@ -36,19 +36,6 @@ def train_sentiment(
 
     On one machine and number of threads the result depends on ``seed`` alone. The global random
     state of torch is left as it was.
-
-    Args:
-        data: Folder with ``train.parquet`` and ``test.parquet`` (columns ``text``, ``label``;
-            label 0 is negative, 1 is positive).
-        out: Folder to write: model and tokenizer for ``AutoModelForSequenceClassification`` and
-            ``AutoTokenizer``, and ``metrics.json`` with the accuracy and the distribution of
-            logit(POSITIVE) − logit(NEGATIVE) on the test sentences.
-        seed: Seeds the new head, the dropout and the order of the batches.
-        learning_rate: Peak learning rate of AdamW, reached after 10% of the steps; it falls from
-            there linearly to zero.
-
-    Returns:
-        The accuracy on the test sentences, in [0, 1].
     """
     import pandas as pd
     import torch

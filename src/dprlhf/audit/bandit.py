@@ -131,23 +131,14 @@ class _Small(CausalLMPolicy):
 
 
 class BanditPolicy(_Small):
-    """A policy over the prompts "0", "1", …, with one trainable parameter each.
-
-    Args:
-        contexts: Number of prompts, and of parameters.
-    """
+    """A policy over the prompts "0", "1", …, with one trainable parameter each."""
 
     def __init__(self, contexts: int) -> None:
         super().__init__(_Bandit(contexts), _Tokenizer())
 
 
 class BanditRewardModel(_Small, RewardModel):
-    """A reward model whose score of the text "0", "1", … is one trainable parameter each.
-
-    Args:
-        contexts: Number of texts, and of parameters.
-        labels: Number of labels; None for the one output of a reward model from pairs.
-    """
+    """A reward model whose score of the text "0", "1", … is one trainable parameter each."""
 
     def __init__(self, contexts: int, labels: int | None = None) -> None:
         super().__init__(_Scores(contexts, labels or 1), _Tokenizer())

@@ -26,16 +26,6 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, confidence: float 
 
     >>> round(epsilon_lower_bound(1000, 100, 75, 1e-4), 3)
     0.673
-
-    Args:
-        m: Number of canaries.
-        r: Number of guesses, at most m.
-        v: Number of right guesses, at most r.
-        delta: Claimed δ.
-        confidence: Probability, at least, with which the bound is at most the true ε.
-
-    Raises:
-        DprlhfError: the confidence is not above 0 and below 1.
     """
     check_confidence(confidence)
     return _largest_refuted(lambda e: chance_of_right(m, r, v, e, delta) >= 1 - confidence)
@@ -59,11 +49,6 @@ def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArr
     """Return the largest true-positive rate that (ε, δ) allows an attack, at false-positive rates.
 
     The smaller of e^ε FPR + δ and 1 − e^{-ε} (1 − δ − FPR) (Kairouz et al. 2015, arXiv 1311.0776).
-
-    Args:
-        fpr: False-positive rates, of any shape.
-        epsilon: ε; infinity allows everything.
-        delta: δ.
     """
     if math.isinf(epsilon):
         return np.ones_like(fpr)
@@ -72,11 +57,7 @@ def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArr
 
 
 def check_confidence(confidence: object) -> None:
-    """Refuse a confidence that is no probability, or at which nothing could be refuted.
-
-    Raises:
-        DprlhfError: it is not a number above 0 and below 1.
-    """
+    """Refuse a confidence that is no probability, or at which nothing could be refuted."""
     if not (isinstance(confidence, int | float | np.floating) and 0 < confidence < 1):
         raise DprlhfError(
             f"confidence must be above 0 and below 1, such as 0.95, not {confidence!r}"

@@ -25,16 +25,7 @@ def text_logprobs(
     max_prompt_tokens: int = 64,
     batch_size: int = 64,
 ) -> Array:
-    """Return log π(text | prompt) of one text after each prompt, in nats, ``[prompts]``.
-
-    Args:
-        policy: The policy; inside ``policy.base()`` the base model.
-        prompts: Prompts; an empty one stands for the start of a text.
-        texts: Texts that follow, with a leading space where there is one. The end of the text is
-            not counted.
-        max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
-        batch_size: Rows in a forward pass.
-    """
+    """Return log π(text | prompt) of one text after each prompt, in nats, ``[prompts]``."""
     asked = in_memory_prompts(prompts)
     rows = [split_row(policy, p, [text]) for p, text in zip(prompts, texts, strict=True)]
     before, tokens = [p[-max_prompt_tokens:] for p, _ in rows], [text for _, (text,) in rows]
@@ -51,10 +42,6 @@ def exposure(scores: Array, right: NDArray[np.int64]) -> Array:
     Exposure is log2(candidates) − log2(rank of the secret among the candidates): all bits where the
     secret scores highest, and log2(e) ≈ 1.44 on average over many candidates where the scores know
     nothing. Of a tie, the secret gets the middle rank.
-
-    Args:
-        scores: Score of each candidate, the higher the likelier, ``[users, candidates]``.
-        right: Index of the user's secret among them, ``[users]``.
     """
     own = np.take_along_axis(scores, right[:, None], 1)
     rank = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2

@@ -23,15 +23,6 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
 
     The canaries take part in a new run of the same recipe with the noise multiplier that the
     finished run's ledger records; the policy does not change.
-
-    Args:
-        run: Folder of the finished run.
-        folder: Folder to write, as for :func:`audit`.
-        options: Other keyword arguments of :func:`audit`.
-
-    Raises:
-        DprlhfError: the run is not finished, its card is damaged, its ledger is missing or altered,
-            or the recipe makes another plan than the ledger records.
     """
     audited = RunFolder(Path(run))
     audited.require()
@@ -49,9 +40,6 @@ def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
 
     The search for the noise of an ε may end elsewhere in another version; what a given noise costs
     may not.
-
-    Raises:
-        DprlhfError: The ledger is missing or altered, or the plans differ.
     """
     if not run.ledger.is_file():
         raise DprlhfError(f"{run.ledger}: missing; what this run was planned with is not known")

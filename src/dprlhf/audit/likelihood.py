@@ -14,23 +14,14 @@ Array = NDArray[np.float64]
 
 
 def log_likelihood_ratio(
-    observed: Array,
+    observed: Array,  # [users, rounds]
     plan: Plan,
-    known_round: NDArray[np.int64] | None = None,
+    known_round: NDArray[np.int64] | None = None,  # [users]
     noise: float | None = None,
 ) -> Array:
     """Return log P(observed | took part) − log P(observed | did not), ``[users]``.
 
     Under replace-one, "did not" means that a user with the opposite vector took part instead.
-
-    Args:
-        observed: Released sum along the user's direction, in units of S and averaged over the
-            round's J releases, ``[users, rounds]``: normal with standard deviation z/√J and mean
-            1 in the user's rounds, 0 in the others; with correlated noise, from :func:`matched`.
-        plan: Plan with the partition, z and J.
-        known_round: Each user's round, from 0, ``[users]``; −1 for a user without one. None: the
-            adversary only knows how rounds are drawn.
-        noise: Standard deviation in place of z/√J, where a user moves a release by less than S.
     """
     noise = noise_of(plan) if noise is None else noise
     return _took_part(observed, noise, plan, known_round) - (
@@ -45,10 +36,6 @@ def matched(observed: Array, plan: Plan) -> Array:
     round that is normal with standard deviation z and mean 1, as a release with independent noise
     is, because the columns of C have norm 1; so it goes into :func:`log_likelihood_ratio`. With
     independent noise the releases are returned as they are.
-
-    Args:
-        observed: Released sum along the user's direction, in units of S, ``[users, rounds]``.
-        plan: Plan with the number of bands.
     """
     if plan.bands == 1:
         return observed

@@ -32,27 +32,15 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class Roc:
-    """The ROC curve of a membership score, from the strictest threshold to the loosest.
+    """The ROC curve of a membership score, from the strictest threshold to the loosest."""
 
-    Attributes:
-        fpr: Share of non-members at or above the threshold, ``[1 + thresholds]``, from 0.
-        tpr: Share of members at or above the threshold, ``[1 + thresholds]``, from 0.
-        auc: Area under the curve: the probability that a member scores above a non-member.
-        standard_error: Standard error of the area, for independent members and non-members
-            (DeLong et al. 1988, doi:10.2307/2531595); NaN with fewer than two of either.
-    """
-
-    fpr: Array
-    tpr: Array
-    auc: float
+    fpr: Array  # Share of non-members at or above the threshold, [1 + thresholds], from 0
+    tpr: Array  # Share of members at or above the threshold, [1 + thresholds], from 0
+    auc: float  # Area under the curve: the probability that a member scores above a non-member
     standard_error: float
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Return a confidence interval of the area, within [0, 1], by the normal approximation.
-
-        Raises:
-            DprlhfError: the confidence is not above 0 and below 1.
-        """
+        """Return a confidence interval of the area, within [0, 1], by the normal approximation."""
         check_confidence(confidence)
         half = float(ndtri((1 + confidence) / 2)) * self.standard_error
         return max(0.0, self.auc - half), min(1.0, self.auc + half)
@@ -88,22 +76,8 @@ def membership_scores(
 
     They are computed from the users without noise: none may be published. Reward and drift are the
     two axes of DIBA (arXiv 2511.14045), which compares a policy with the model that it was tuned
-    from; :func:`combined_scores` joins them. A higher score speaks for a member.
-
-    Args:
-        policy: Tuned policy π; with its adapter off it is the base model μ.
-        scorer: Combined rewards.
-        prompts: Prompts of members and non-members.
-        rollout: Rollout settings.
-        seed: Seed of the responses.
-        responses: Number of responses per prompt.
-        max_prompt_tokens: Longest prompt in tokens.
-
-    Returns:
-        ``reward``: mean reward of π minus that of μ, with the same random draws, ``[prompts]``.
-        ``drift``: mean of log π(y|x) − log μ(y|x) over responses y ~ π, an estimate of KL(π ‖ μ) at
-        the prompt, in nats, ``[prompts]``.
-        ``entropy``: the entropy of μ's responses minus that of π's, in nats, ``[prompts]``.
+    from; :func:`combined_scores` joins them. A higher score speaks for a member. ``drift`` is the
+    mean of log π(y|x) − log μ(y|x) over y ~ π, in nats; ``entropy`` that of μ's responses.
     """
     found = {name: np.zeros(len(prompts)) for name in ("reward", "drift", "entropy")}
     for draw in range(responses):
@@ -143,19 +117,7 @@ def likelihood_scores(
     *,
     max_prompt_tokens: int = 64,
 ) -> dict[str, Array]:
-    """Return the loss-based scores: log-likelihood ratios of texts under the policy and its base.
-
-    Args:
-        policy: Tuned policy π; with its adapter off it is the base model μ.
-        prompts: Prompts x of members and non-members.
-        answers: Right answer a to each, with its leading space.
-        max_prompt_tokens: Longest prompt in tokens.
-
-    Returns:
-        ``answer``: log π(a|x) − log μ(a|x), in nats, ``[prompts]``.
-        ``prompt``: log π(x) − log μ(x), in nats, ``[prompts]``. No update raises the likelihood of
-        a prompt, only of responses, so it changes as a side effect at most.
-    """
+    """Return log π − log μ of the right answers and of the prompts, in nats, ``[prompts]``."""
     asked = {"answer": (prompts, answers), "prompt": ([""] * len(prompts), prompts)}
     found = {}
     for name, (before, texts) in asked.items():
@@ -173,11 +135,6 @@ def combined_scores(
 
     The weights come from shadow runs: runs that the attacker makes with users of its own, whose
     membership it knows (Shokri et al. 2017, arXiv 1610.05820).
-
-    Args:
-        features: Scores of the candidates, ``[prompts, features]``.
-        shadow_features: The same scores in the shadow runs, ``[shadow prompts, features]``.
-        shadow_included: Whether each was a member there, ``[shadow prompts]``.
     """
     inside, outside = shadow_features[shadow_included], shadow_features[~shadow_included]
     within = np.atleast_2d(np.cov(inside.T) + np.cov(outside.T))
@@ -188,8 +145,8 @@ def combined_scores(
 
 
 def membership_bound(
-    scores: Array,
-    included: NDArray[np.bool_],
+    scores: Array,  # Score of each candidate, [candidates]
+    included: NDArray[np.bool_],  # [candidates]
     epsilon: float,
     delta: float,
     confidence: float = 0.95,
@@ -198,13 +155,6 @@ def membership_bound(
 
     The bound is that of Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which needs no
     independence of the users' scores. The number of guesses depends on public numbers alone.
-
-    Args:
-        scores: Score of each candidate, ``[candidates]``.
-        included: Whether it was a member, by an independent fair coin each, ``[candidates]``.
-        epsilon: Claimed ε, from which the number of guesses is planned; infinity for none.
-        delta: δ of the bound.
-        confidence: Probability, at least, with which the bound is at most the true ε.
     """
     guesses = planned_guesses(len(scores), epsilon, delta, confidence)
     right = surest_guesses(scores, included, guesses)

@@ -54,10 +54,6 @@ def in_units(noise: Sequence[Sequence[Array]], plan: Plan) -> list[Array]:
 
     Noise that is correlated between rounds by design (``privacy.bands``) is multiplied by the
     matrix C that it was made with (:mod:`dprlhf.privacy.correlated_noise`).
-
-    Args:
-        noise: Noise on the sum of each release of each round 1..T, in that order.
-        plan: The plan, whose z and S state the standard deviation.
     """
     std = plan.noise_multiplier * plan.clip_norm  # what ε was computed for, not what was drawn
     if plan.bands == 1:
@@ -72,12 +68,7 @@ def in_units(noise: Sequence[Sequence[Array]], plan: Plan) -> list[Array]:
 
 
 def noise_tests(draws: Sequence[Array]) -> dict[str, float]:
-    """Return a p-value for each test in :data:`SHARES`.
-
-    Args:
-        draws: The noise of each release, from :func:`in_units`, ``[coordinates]`` each. Releases
-            may differ in length; where coordinates are compared, all are cut to the shortest.
-    """
+    """Return a p-value for each test in :data:`SHARES`."""
     length = min(len(release) for release in draws)
     table = np.stack([release[:length] for release in draws])  # [releases, coordinates]
     every = np.concatenate(draws)
@@ -103,11 +94,6 @@ def smallest_shortfall(count: int, level: float, probability: float) -> float:
 
     >>> round(smallest_shortfall(8000, 0.02, 0.95), 3)
     0.029
-
-    Args:
-        count: Number n of released values.
-        level: Error probability of the test.
-        probability: Probability with which the shortfall is seen.
     """
     return float(1 - math.sqrt(chi2.ppf(level, count) / chi2.ppf(probability, count)))
 

@@ -73,23 +73,7 @@ def audit(
     quiet: bool = False,
     announce: Callable[[str], None] | None = None,
 ) -> Audit:
-    """Audit the ε of a recipe in one run on canaries; see :mod:`dprlhf.audit.one_run`.
-
-    Args:
-        recipe: Recipe, of private updates or a supervised stage, whose rounds, partition and noise
-            are audited; its data are not read.
-        folder: Folder to write, which must not exist. Do not publish or resume it.
-        canaries: Number of canaries; more of them see smaller faults and give a higher bound. None:
-            :data:`CANARIES`, or 1,000 for an update with sufficient statistics.
-        space: Where the canaries stand, ``gradient`` or ``prompt``.
-        confidence: Probability, at least, with which a claim that is true is not refuted.
-        seed: Seed of who is included; None draws from the operating system.
-        quiet: Show no progress bars.
-        announce: Called before the first round with the power of the audit, in words.
-
-    Raises:
-        DprlhfError: a setting is out of range, the folder exists, or no canary moved anything.
-    """
+    """Audit the ε of a recipe in one run on canaries; see :mod:`dprlhf.audit.one_run`."""
     check_confidence(confidence)
     if canaries is None:
         canaries = max(_default_canaries(recipe), recipe.rounds)
@@ -128,17 +112,6 @@ def audit_plan(
 
     This is :func:`audit` in ``gradient`` space without sampling, rewards and gradients: it takes
     milliseconds, so that the audit's own error rates can be measured.
-
-    Args:
-        plan: The plan; of its users, 64 or a few more are probes.
-        key: The run's key.
-        confidence: As for :func:`audit`.
-        seed: Seed of who is included; None draws from the operating system.
-        state: Whether to state the bounds and the power, which takes longer than the run; without,
-            they are 0 and empty.
-
-    Raises:
-        DprlhfError: the confidence is not above 0 and below 1.
     """
     check_confidence(confidence)
     canaries = plan.users - _PROBES - (plan.users - _PROBES) % plan.rounds
@@ -162,17 +135,7 @@ def audit_folder() -> Path:
 def power_of(
     plan: Plan, canaries: int, tested: int, space: str, confidence: float, move: float = 1.0
 ) -> dict[str, float | None]:
-    """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`.
-
-    Args:
-        plan: The plan.
-        canaries: Number of canaries.
-        tested: Number of released values whose noise is tested, in all rounds together.
-        space: Where the canaries stand.
-        confidence: Confidence of all tests together.
-        move: How far a canary moves a release, in units of S: below 1 where other coordinates have
-            their share of a user's contribution.
-    """
+    """Return what an audit would see, from its plan and size alone; see :attr:`Audit.power`."""
     if not plan.private:
         return {}
     alpha = 1 - confidence

@@ -21,40 +21,16 @@ _KEPT = 2**16
 
 @dataclass(frozen=True, repr=False)
 class Seen:
-    """One release of an audited run.
+    """One release of an audited run."""
 
-    Attributes:
-        given: The sum before the gate at the users' own coordinates, in units of S, ``[users]``;
-            empty where users share the coordinates of a model.
-        released: The same after the gate, ``[users]``.
-        noise: The noise on the sum, ``[coordinates]``: all of them, or the first and the last
-            32,768 of a longer release.
-        telemetry: Length of telemetry's sum before the gate, over what the users of the round may
-            bring together: their number times its bound. At most 1.
-    """
-
-    given: Array
-    released: Array
-    noise: Array
+    given: Array  # [users]
+    released: Array  # The same after the gate, [users]
+    noise: Array  # [coordinates]
     telemetry: float = 0.0
 
 
 class WatchedGate:
-    """Passes sums on to the gate of a run whose users are all canaries, and keeps what it sees.
-
-    Args:
-        gate: The run's gate.
-        plan: The run's plan.
-        own: Number of coordinates that belong to one user each; 0 where users share a model's. They
-            are the last ones of a release, but for telemetry in a round's first release.
-        telemetry: What is behind them in a round's first release.
-        users: Number of users of each round, ``[rounds]``.
-
-    Attributes:
-        ledger: The gate's ledger.
-        rounds: The releases of each round, by its number.
-        moved: Whether a user moved any of them, at the users' own coordinates where they have some.
-    """
+    """Passes sums on to the gate of a run whose users are all canaries, and keeps what it sees."""
 
     def __init__(
         self,

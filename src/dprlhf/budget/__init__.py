@@ -30,12 +30,7 @@ BOOK_VARIABLE = "DPRLHF_BOOK"
 
 
 def book_name(setting: str | None) -> str | None:
-    """Return the place of the book: the recipe's, else that of the environment, else None.
-
-    Args:
-        setting: The recipe's ``privacy.book``; ``none`` asks for no book, whatever the environment
-            says.
-    """
+    """Return the place of the book: the recipe's, else that of the environment, else None."""
     if setting == "none":
         return None
     return setting or os.environ.get(BOOK_VARIABLE) or None

@@ -64,14 +64,7 @@ class Uncomposed:
 
 
 class Book:
-    """A budget book that is open: its database, its identifier and its key.
-
-    Args:
-        name: Path of a SQLite file, or a URL ``postgresql://HOST/DATABASE``.
-
-    Raises:
-        BookError: The book cannot be read, is damaged, or the key is not its key.
-    """
+    """A budget book that is open: its database, its identifier and its key."""
 
     def __init__(self, name: str) -> None:
         self.storage = open_storage(name)
@@ -94,18 +87,7 @@ class Book:
         unit: str | None,
         adaptive: bool = False,
     ) -> Book:
-        """Give a data set its lifetime budget; the first data set makes the book and its key.
-
-        Args:
-            epsilon: Largest ε of any of its users, over all runs.
-            delta: δ at which that ε is stated.
-            unit: The column that names the user; None where each row is a user.
-            adaptive: Keep the budget by a privacy filter, so that it holds even if the plans of
-                later runs are chosen in view of what earlier ones released.
-
-        Raises:
-            DprlhfError: A value is out of range, the name is taken, or the book cannot be written.
-        """
+        """Give a data set its lifetime budget; the first data set makes the book and its key."""
         if not 0 < epsilon < float("inf"):
             raise DprlhfError(f"--epsilon must be a positive number, not {epsilon}")
         if not 0 < delta < 1:
@@ -155,17 +137,6 @@ class Book:
         """Make users known as a data set's before its first run, so that its budget protects them.
 
         Those who are known as its users, from a run or an earlier call, stay as they are.
-
-        Args:
-            users: Keyed hashes of the users, from :meth:`hashed`.
-            name: Name of their source, for the history.
-            dataset: Name of the data set; None takes the only one of the book.
-            unit: The column that names the user; None where each row is a user.
-
-        Raises:
-            BookError: As for :meth:`reserve`.
-            DprlhfError: A user has spent more than the budget in other data sets already, or there
-                is no user.
         """
         if not users:
             raise DprlhfError(f"{name}: none of the rows has a prompt, so there is nobody to enrol")
@@ -189,18 +160,6 @@ class Book:
 
         A run that has its reservation gets the same one again and pays nothing. Reservations are
         never taken back: a run that crashed keeps its own.
-
-        Args:
-            users: Keyed hashes of the users, from :meth:`hashed`.
-            dataset: Name of the data set; None takes the only one of the book.
-            unit: The column that names the user; None where each row is a user.
-            earlier: Runs that these users may have been in before. Those that reserved in this
-                book are counted there; the others are written down for these users.
-            marks: Entries about the book in the ledgers at hand.
-            commit: Write the reservation; False only asks whether it would be refused.
-
-        Raises:
-            BookError: The book is down, locked, read-only, damaged, or older than a ledger.
         """
         question = Question(spending, dataset, unit, earlier, marks)
         passed: set[Cost] = set()
@@ -258,14 +217,6 @@ class Book:
 
         Of two copies of a run folder the book so lets only one go on: rounds that both ran would
         release twice about their users, and the run has reserved for once.
-
-        Args:
-            run: Commitment to the key of a run that has its reservation.
-            hashes: The hashes of its ledger's entries, in their order.
-
-        Raises:
-            BookError: The run has gone on from another copy, or the book has no reservation of it;
-                or as for :meth:`reserve`.
         """
         self.storage.attempt(lambda: self._follow(run, hashes))
 

@@ -23,50 +23,34 @@ class BrokenOffError(BookError):
 
 @dataclass(frozen=True)
 class Spending:
-    """What a run costs each of its users.
-
-    Attributes:
-        stage: Kind of run: ``rl``, ``sft``, ``reward``, ``dpo``, ``feedback``.
-        mechanism: What the whole run releases; None where users are only enrolled.
-        times: Number of runs with these terms: 1, and the tuning runs that the recipe declares; 0
-            where users are only enrolled.
-    """
+    """What a run costs each of its users."""
 
     run: str
     name: str
-    stage: str
-    mechanism: Mechanism | None
+    stage: str  # Kind of run: rl, sft, reward, dpo, feedback
+    mechanism: Mechanism | None  # What the whole run releases; None where users are only enrolled
     times: int = 1
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What a run's ledger says of the book, by which a book from a backup is noticed.
-
-    Attributes:
-        counter: The book's counter when the ledger was opened.
-    """
+    """What a run's ledger says of the book, by which a book from a backup is noticed."""
 
     run: str
     book: str
     reservation: int
-    counter: int
+    counter: int  # The book's counter when the ledger was opened
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """A run's place in the book, for its ledger and its card; nothing of it is secret.
-
-    Attributes:
-        counter: The book's counter after the reservation.
-        epsilon: Lifetime budget of its users at ``delta``.
-    """
+    """A run's place in the book, for its ledger and its card; nothing of it is secret."""
 
     book: str
     number: int
-    counter: int
+    counter: int  # The book's counter after the reservation
     dataset: str
-    epsilon: float
+    epsilon: float  # Lifetime budget of its users at delta
     delta: float
 
     def entry(self) -> dict[str, Any]:
@@ -87,15 +71,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a user has spent, or would have spent with a run, and the budget that it must keep to.
-
-    Attributes:
-        budget: Lifetime budget ε of the data set.
-    """
+    """What a user has spent, or would have with a run, and the budget that it must keep to."""
 
     terms: frozenset[tuple[Mechanism, int]]
     dataset: str
-    budget: float
+    budget: float  # Lifetime budget ε of the data set
     delta: float
     adaptive: bool
 

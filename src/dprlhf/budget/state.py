@@ -139,11 +139,7 @@ def owed_by(
 def costs_of(
     state: State, owed: Mapping[int, Sequence[Spending]], dataset: sa.Row[Any]
 ) -> set[Cost]:
-    """Return what users would have spent, for each data set that they are or would be in.
-
-    Args:
-        owed: What users with each history have yet to pay; those who owe nothing are left out.
-    """
+    """Return what users would have spent, for each data set that they are or would be in."""
     found = set()
     for history, spendings in owed.items():
         taken = state.histories[history]

@@ -44,26 +44,15 @@ _FIRST_BYTES = b"SQLite format 3\0"
 
 @dataclass(frozen=True)
 class Storage:
-    """A book's database.
+    """A book's database."""
 
-    Attributes:
-        engine: The database, without a pool: each transaction has a connection of its own.
-        label: The place for messages: a path, or a URL without user and password.
-        path: The SQLite file; None for PostgreSQL.
-    """
-
-    engine: sa.Engine
-    label: str
-    path: Path | None
+    engine: sa.Engine  # The database, without a pool: each transaction has a connection of its own
+    label: str  # The place for messages: a path, or a URL without user and password
+    path: Path | None  # The SQLite file; None for PostgreSQL
 
     @contextlib.contextmanager
     def transaction(self, *, write: bool, commit: bool = True) -> Iterator[sa.Connection]:
-        """Yield a connection whose changes are committed at the end, all of them or none.
-
-        Args:
-            write: Take SQLite's lock at once; in PostgreSQL, :func:`lock` takes it.
-            commit: Keep the changes; False takes them back at the end.
-        """
+        """Yield a connection whose changes are committed at the end, all of them or none."""
         with self._one_line(), self.engine.connect() as connection:
             if self.path is not None:
                 connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
@@ -103,11 +92,7 @@ class Storage:
             )
 
     def attempt(self, action: Callable[[], T]) -> T:
-        """Repeat a transaction that another one upset, or that lost its connection.
-
-        Args:
-            action: May be repeated even where it is not known whether it committed.
-        """
+        """Repeat a transaction that another one upset, or that lost its connection."""
         for attempt in range(_ATTEMPTS):
             try:
                 return action()
@@ -161,15 +146,7 @@ def problem(error: SQLAlchemyError, label: str) -> BookError:
 
 
 def open_storage(name: str, *, create: bool = False) -> Storage:
-    """Return the database of a book.
-
-    Args:
-        name: Path of a SQLite file, or a URL ``postgresql://HOST/DATABASE``.
-
-    Raises:
-        BookError: The name is not that of a book, there is no such file, this account may not read
-            it, or the driver is missing.
-    """
+    """Return the database of a book."""
     if "://" not in name:
         return _sqlite(Path(name), create)
     try:
@@ -267,13 +244,6 @@ def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | N
 
     It is in ``DPRLHF_BOOK_KEY`` (64 hexadecimal digits), in the file that ``DPRLHF_BOOK_KEY_FILE``
     names, or beside a SQLite book, with ``.key`` added to its name.
-
-    Args:
-        create: Make a key file if there is none.
-
-    Raises:
-        BookError: There is no key, it is damaged, this account may not read it, or everybody on the
-            machine can.
     """
     given = os.environ.get(KEY_VARIABLE)
     if given:

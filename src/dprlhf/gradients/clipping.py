@@ -43,12 +43,6 @@ def rounding_margin(users: int) -> float:
     With N users, each of norm at most R, any order of summation errs by at most γ_n N R in L2 norm,
     n = N + processes. Two neighbouring sums differ by at most R + 2 γ_n N R, which is at most S for
     R = S (1 − margin): ``docs/proofs/floating_point_sums.md``.
-
-    Args:
-        users: A public upper bound on the number of users in a round.
-
-    Raises:
-        DprlhfError: There are so many that half the clip norm would not be enough.
     """
     margin = 2 * (users + 1) * rounding(users + 1 + _PROCESSES, torch.float64) + _MARGIN
     if margin > 0.5:
@@ -64,33 +58,20 @@ class Weighted:
     """Rows, the weight of each row's ∇ log π, and extra coordinates for each user.
 
     A user's contribution is (Σ_rows Σ_tokens weight · ∇ log π_θ(token|before), extra_u).
-
-    Attributes:
-        responses: The rows: sampled responses, or the actions of an :class:`ExplicitPolicy`.
-        weights: Weight of ∇ log π for each response token, ``[rows, response]``, or for a whole
-            response, ``[rows]``; float64. A NaN makes its user's gradient zero.
-        extra: Coordinates appended to each user's gradient, ``[users, e]``, float64; e may be 0.
-        extra_norm: The L2 bound on a user's row of ``extra``; below the clip norm.
     """
 
-    responses: Rows
+    responses: Rows  # The rows: sampled responses, or the actions of an :class:`ExplicitPolicy`
+    # [rows, response], or [rows] for whole responses. A NaN makes its user's gradient zero.
     weights: NDArray[np.float64]
-    extra: NDArray[np.float64]
-    extra_norm: float
+    extra: NDArray[np.float64]  # [users, e]
+    extra_norm: float  # The L2 bound on a user's row of extra; below the clip norm
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """A clipped sum over users, and the users' gradient norms before clipping.
+    """A clipped sum over users, and the users' gradient norms before clipping."""
 
-    Attributes:
-        bounded: The sum and the L2 bound on each user's contribution to it.
-        norms: The norms of the users with a row or a vector, for secret telemetry; empty where the
-            clip norm is infinite.
-        subspace: The subspace whose coordinates the sum has; None for those of the vectors.
-    """
-
-    bounded: BoundedSum
+    bounded: BoundedSum  # The sum and the L2 bound on each user's contribution to it
     norms: Private[NDArray[np.float64]]
     subspace: Subspace | None = None
 
@@ -98,16 +79,7 @@ class ClippedSum:
 def clip_users(
     contributions: torch.Tensor, clip_norm: float, *, most_users: int = MOST_USERS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale each row to L2 norm at most ``clip_norm``; a row whose norm is not finite becomes zero.
-
-    Args:
-        contributions: One vector for each user, ``[users, dimension]``.
-        clip_norm: S, the L2 bound.
-        most_users: A public upper bound on the number of users in the round.
-
-    Returns:
-        The clipped rows in float64, and their norms before clipping, ``[users]``.
-    """
+    """Return rows scaled to L2 norm at most ``clip_norm``, non-finite ones zero, and old norms."""
     wide = contributions.double()
     # One row at a time: how a norm over all rows rounds may depend on their number.
     length = torch.linalg.vector_norm
@@ -136,8 +108,8 @@ def clipped_sum(
     *,
     clip_norm: float,
     batch_size: int,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    most_users: int = MOST_USERS,
+    reduce: Callable[[torch.Tensor], torch.Tensor],  # sums over processes; a user is on one only
+    most_users: int = MOST_USERS,  # public; decides the margin for rounding
     subspace: Subspace | None = None,
     tick: Tick | None = None,
 ) -> ClippedSum:
@@ -148,19 +120,6 @@ def clipped_sum(
 
     With an infinite clip norm (a non-private baseline) autograd computes the ordinary gradient of
     the same micro-batches; a user with a weight that is not finite is left out here, too.
-
-    Args:
-        policy: The policy π_θ, differentiated at its current parameters.
-        weighted: The rows of this process's users, and their weights.
-        clip_norm: S, the L2 bound on a user's contribution.
-        batch_size: Number of rows differentiated at once. A user with more rows takes several
-            passes, whose gradients add up before its norm is taken.
-        reduce: Sums a tensor over all processes. Each user must be on one process only.
-        most_users: A public upper bound on the number of users in the round; it decides the margin
-            for rounding.
-        subspace: A subspace, in whose coordinates gradients are clipped and summed; None for their
-            own.
-        tick: Called with the number of rows done since the last call.
     """
     opened = open_private(weighted)
     responses, weights = opened.responses, opened.weights
@@ -213,33 +172,18 @@ def clipped_sum(
 
 
 def clipped_vectors(
+    # Users, [n], −1 for a filler, and their vectors, [n, dimension].
     vectors: Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]],
     dimension: int,
     *,
-    extra: Private[NDArray[np.float64]],
+    extra: Private[NDArray[np.float64]],  # [users, e]
     extra_norm: float,
     clip_norm: float,
     reduce: Callable[[torch.Tensor], torch.Tensor],
     most_users: int = MOST_USERS,
     subspace: Subspace | None = None,
 ) -> ClippedSum:
-    """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss.
-
-    Args:
-        vectors: Batches of users, ``[n]``, −1 for a filler, and their vectors, ``[n, dimension]``.
-            A user without a vector contributes its extra coordinates only.
-        dimension: Length of a vector.
-        extra: Further coordinates of each user, ``[users, e]``, appended to its vector.
-        extra_norm: The L2 bound on the extra coordinates of a user.
-        clip_norm: S; vector and extra coordinates are clipped apart, as in :func:`clipped_sum`.
-        reduce: Sums a tensor over all processes.
-        most_users: A public upper bound on the number of users in the round.
-        subspace: A subspace, in whose coordinates vectors are clipped and summed; None for their
-            own.
-
-    Raises:
-        ValueError: A user came twice.
-    """
+    """Return Σ_u clip(v_u, S) of vectors that are not gradients of one loss."""
     coordinates = open_private(extra)
     _check_number(len(coordinates), most_users)
     vector_bound = vector_norm(clip_norm, extra_norm)

@@ -25,17 +25,7 @@ from dprlhf.rollout import Responses
 def choose_engine(
     policy: CausalLMPolicy, responses: Responses, weights: NDArray[np.float64], batch_size: int
 ) -> None:
-    """Set ``policy.one_user_a_pass`` where the engine for several users cannot be taken.
-
-    Args:
-        policy: The policy, with parameters away from zero.
-        responses: PUBLIC or made-up rows; those of the first micro-batch are tried.
-        weights: Weight of each row's ∇ log π, ``[rows]``.
-        batch_size: The number of rows in a micro-batch.
-
-    Raises:
-        DprlhfError: A parameter has no part in the loss.
-    """
+    """Set ``policy.one_user_a_pass`` where the engine for several users cannot be taken."""
     engine = engine_of(policy)
     batch = next(micro_batches(responses, batch_size, alone=engine.alone))
     part = next(batch.passes())
@@ -99,13 +89,6 @@ def check_padding(policy: CausalLMPolicy, responses: Responses) -> None:
     Such as a bias before a layer that keeps a state from token to token: the model masks the inputs
     of padding alone, so the state would be another at each width, and sampled text would have other
     log-probabilities than the gradients'.
-
-    Args:
-        policy: The policy, with parameters away from zero.
-        responses: PUBLIC or made-up rows.
-
-    Raises:
-        DprlhfError: Padding changes the policy's log-probabilities and not those of its base.
     """
     moved = _moved_by_padding(policy, responses)
     with policy.base():

@@ -47,16 +47,10 @@ _SMALLEST_SQUARE = 2.0**-100  # of an element, in upper bounds: it covers underf
 
 
 class OuterProducts(NamedTuple):
-    """The factors of one use of a weight ``[n, m]``.
+    """The factors of one use of a weight ``[n, m]``."""
 
-    Attributes:
-        left: The factors l, ``[users, tokens, n]``; or the indices of one-hot rows,
-            ``[users, tokens]``, for an embedding.
-        right: The factors r, ``[users, tokens, m]``.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
+    left: torch.Tensor  # [users, tokens, n]
+    right: torch.Tensor  # The factors r, [users, tokens, m]
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -69,10 +63,6 @@ def rounding(operations: int, dtype: torch.dtype) -> float:
 
     A sum of n products errs by at most γ_n Σ |a_i b_i| in any order, with or without fused
     multiplication (Accuracy and Stability of Numerical Algorithms, section 3.1).
-
-    Args:
-        operations: The number n of roundings.
-        dtype: The floating-point type; u is half its machine epsilon.
     """
     product = operations * torch.finfo(dtype).eps / 2
     return product / (1 - product) if product < 1 else math.inf
@@ -184,11 +174,6 @@ def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: to
 
     A user's uses are one block before they are added to the total: apart, they could be huge and
     cancel, and the total would round with them.
-
-    Args:
-        uses: The uses of one weight ``[n, m]``.
-        factors: The c_u ≥ 0, ``[users]``, float64.
-        total: The running sum, ``[n, m]``, float64.
     """
     scaled = [_scaled(use, factors) for use in uses]
     dense = [use for use in scaled if use.left.is_floating_point()]
@@ -259,10 +244,6 @@ def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return a user's rows with those of equal tokens summed up at the first of them, 0 elsewhere.
 
     Afterwards a user adds to each row of an embedding once: the sum over users is the only sum.
-
-    Args:
-        tokens: Indices, ``[users, tokens]``.
-        rows: A row for each, ``[users, tokens, m]``.
     """
     equal = tokens[:, :, None] == tokens[:, None, :]
     first = ~equal.tril(-1).any(2)

@@ -24,17 +24,11 @@ class UnknownLayerError(DprlhfError):
 
 @dataclass
 class Layer:
-    """The trainable parameters of one module, as local names mapped to names in the model.
-
-    Attributes:
-        outer: Weight and bias of a linear layer or an embedding.
-        output_first: Whether that weight is ``[outputs, inputs]``, as in ``nn.Linear``.
-        vectors: All other trainable vectors.
-    """
+    """The trainable parameters of one module, as local names mapped to names in the model."""
 
     outer: dict[str, str] = field(default_factory=dict)
-    output_first: bool = False
-    vectors: dict[str, str] = field(default_factory=dict)
+    output_first: bool = False  # Whether that weight is [outputs, inputs], as in nn.Linear
+    vectors: dict[str, str] = field(default_factory=dict)  # All other trainable vectors
 
     @property
     def names(self) -> list[str]:
@@ -43,16 +37,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[nn.Module, Layer]:
-    """Return the modules with trainable parameters, each with those parameters.
-
-    Args:
-        model: The module that owns the parameters.
-        parameters: The trainable parameters, by their name in ``model``.
-
-    Raises:
-        UnknownLayerError: A parameter has no rule.
-        DprlhfError: The model has a layer that mixes users.
-    """
+    """Return the modules with trainable parameters, each with those parameters."""
     from transformers.pytorch_utils import Conv1D
 
     refuse_mixing(model)

@@ -19,11 +19,7 @@ from dprlhf.rollout import Responses, Tick
 
 
 def language_model_rows(rows: Rows) -> Responses:
-    """Return the rows of a language model's policy, which are responses.
-
-    Raises:
-        TypeError: They are the actions of an :class:`ExplicitPolicy`.
-    """
+    """Return the rows of a language model's policy, which are responses."""
     if not isinstance(rows, Responses):
         raise TypeError(f"a language model's rows are Responses, not {type(rows).__name__}")
     return rows
@@ -32,31 +28,13 @@ def language_model_rows(rows: Rows) -> Responses:
 def user_gradients(
     policy: CausalLMPolicy | ExplicitPolicy,
     responses: Rows,
-    weights: NDArray[np.float64],
+    weights: NDArray[np.float64],  # [rows, response]
     *,
     batch_size: int,
     rows: int | None,
     tick: Tick | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor, bool]]:
-    """Yield each micro-batch's users and the gradients of parts of their rows, not clipped.
-
-    Args:
-        policy: The policy π_θ, differentiated at its current parameters.
-        responses: The rows.
-        weights: Weight of each response token's ∇ log π, ``[rows, response]``, or of each row's,
-            ``[rows]``.
-        batch_size: Number of rows differentiated at once.
-        rows: Number of rows in a part; a user's rows are cut in their order. None makes one part
-            of all rows of a user.
-        tick: Called with the number of rows done since the last call.
-
-    Yields:
-        The users, ``[users]``, −1 for a filler; the number of each part's first row, −1 for a
-        filler, ``[users, parts]``; Σ weight · ∇ log π of the parts, ``[users, parts, dimension]``,
-        float32 or wider, on the policy's device, in the order of ``policy.parameters``; and whether
-        these are the users' last parts. A user with more than ``batch_size`` rows comes alone, in
-        several turns if its rows are cut into parts.
-    """
+    """Yield each micro-batch's users and the gradients of parts of their rows, not clipped."""
     if isinstance(policy, ExplicitPolicy):
         for users, scores in policy.user_scores(responses, weights):
             each = rows or scores.shape[1]
@@ -91,19 +69,12 @@ class MicroBatch:
     Shape and places follow from public numbers and the allocation; a place without a row has a
     filler of weight 0 (see :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and
     its places are cut into passes of one shape.
-
-    Attributes:
-        users: The number of the user at each place, −1 for a filler, ``[users]``.
-        rows: The number of the row at each place, −1 for a filler, ``[rows]``; those of a user are
-            adjacent.
-        height: The number of rows in a pass.
-        of_passes: The number of passes that the users' rows take.
     """
 
-    users: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    height: int
-    of_passes: int = 1
+    users: NDArray[np.int64]  # The number of the user at each place, −1 for a filler, [users]
+    rows: NDArray[np.int64]  # [rows]
+    height: int  # The number of rows in a pass
+    of_passes: int = 1  # The number of passes that the users' rows take
 
     def passes(self) -> Iterator[MicroBatch]:
         """Yield the passes with a row, each a micro-batch of the same users."""
@@ -115,15 +86,7 @@ class MicroBatch:
 def micro_batches(
     responses: Responses, batch_size: int, unit: int = 1, *, alone: bool = False
 ) -> Iterator[MicroBatch]:
-    """Cut places into micro-batches of at most ``batch_size`` rows; yield those that have a row.
-
-    Args:
-        responses: The rows of all users of the round.
-        batch_size: Largest number of rows in a pass.
-        unit: Number of adjacent rows that stay in one pass; 1 or a divisor of the responses to a
-            prompt.
-        alone: Whether a micro-batch has one user.
-    """
+    """Cut places into micro-batches of at most ``batch_size`` rows; yield those that have a row."""
     each = max(math.prod(responses.grid.shape[1:]), 1)
     grid = responses.grid.reshape(-1, each)
     size = 1 if alone else max(1, batch_size // each)
@@ -147,11 +110,6 @@ def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
 
     All responses to some prompts, or an equal part of those to one: a pass never has a part of two
     prompts' responses, which could not share a prompt.
-
-    Args:
-        batch_size: Largest number of rows.
-        num_generations: Number of adjacent rows that answer one prompt.
-        unit: Number of adjacent rows that stay together; 1 or a divisor of ``num_generations``.
     """
     together = math.lcm(num_generations, unit)
     if batch_size >= together:
@@ -161,12 +119,7 @@ def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
 
 
 def engine_of(policy: CausalLMPolicy, *, whole: bool = False) -> PerUserGradients:
-    """Return the engine for a policy: it takes several users in a pass, if it knows every layer.
-
-    Args:
-        policy: The policy; where a layer is not known, ``policy.one_user_a_pass`` says which.
-        whole: As in :class:`PerUserGradients`.
-    """
+    """Return the engine for a policy: it takes several users in a pass, if it knows every layer."""
     if policy.one_user_a_pass is None:
         try:
             return PerUserGradients(policy.model, policy.parameters, whole=whole)
@@ -179,23 +132,13 @@ def run_pass(
     engine: PerUserGradients,
     policy: CausalLMPolicy,
     responses: Responses,
-    weights: NDArray[np.float64],
+    weights: NDArray[np.float64],  # Weight of each row's ∇ log π, [rows], or of each token's
     batch: MicroBatch,
     parts: int | None = None,
     *,
     more: bool = False,
 ) -> None:
-    """Differentiate one pass, so that ``engine`` has its users' gradients.
-
-    Args:
-        engine: Takes the gradients by hooks during the backward pass.
-        policy: The policy π_θ.
-        responses: The rows of the round.
-        weights: Weight of each row's ∇ log π, ``[rows]``, or of each token's.
-        batch: The pass.
-        parts: Number of parts of rows whose gradients are kept apart; None is one a user.
-        more: Whether the pass adds to the gradients of the same user's earlier passes.
-    """
+    """Differentiate one pass, so that ``engine`` has its users' gradients."""
     users = parts or len(batch.users)
     num_generations = math.gcd(responses.num_generations, batch.height // users)
     shared_rows = policy.shared_rows(num_generations, responses.width, responses.max_new_tokens)

@@ -56,16 +56,6 @@ class PerUserGradients:
 
     The loss must be a **sum** over rows, and no layer may mix rows. A module may be called several
     times in one forward pass, and modules may share a parameter: all uses add up.
-
-    Args:
-        model: The module that owns the parameters.
-        parameters: The trainable parameters, by their name in ``model``.
-        whole: Whether to keep each weight's gradient, not its factors, for :meth:`gradients`.
-        alone: Whether a pass has one user, whose gradient is taken by autograd.
-
-    Raises:
-        UnknownLayerError: Without ``alone``, a parameter belongs to a layer without a rule.
-        DprlhfError: Without ``alone``, the model has a layer that mixes users.
     """
 
     def __init__(
@@ -95,22 +85,7 @@ class PerUserGradients:
         passes: int = 1,
         more: bool = False,
     ) -> None:
-        """Run the forward and the backward pass of one micro-batch.
-
-        Args:
-            loss: Computes the loss; the first dimension of every trainable layer's input must be
-                the rows.
-            users: Number of users in the micro-batch.
-            rows: Number of rows, a multiple of ``users``: each user has rows / users adjacent rows.
-            passes: Number of passes over further rows of the same users, this one included; their
-                gradients add up. What is kept for a user's weight has, after all of them, at most
-                as many elements as the weight.
-            more: Whether this pass adds to the one before.
-
-        Raises:
-            DprlhfError: A trainable layer is not called, or its first dimension is not the rows.
-            ValueError: The engine takes one user in a pass, and there are several.
-        """
+        """Run the forward and the backward pass of one micro-batch."""
         if not more:
             self._forget()
         self._users, self._rows, self._passes = users, rows, passes
@@ -178,12 +153,7 @@ class PerUserGradients:
                 yield square_norm(uses)
 
     def add_weighted_sum(self, factors: torch.Tensor, total: torch.Tensor) -> None:
-        """Add Σ_u factor_u g_u to ``total``, and drop the micro-batch.
-
-        Args:
-            factors: Clip factors, ``[users]``, float64, ≥ 0; a user with factor 0 adds exactly 0.
-            total: The running sum, ``[dimension]``, float64; parameters in order, flattened.
-        """
+        """Add Σ_u factor_u g_u to ``total``, and drop the micro-batch."""
         factors = factors.to(total.device)
         for place, gradient in self._together():
             part = total[place]
@@ -202,9 +172,6 @@ class PerUserGradients:
 
         An adapter has hundreds of small parameters: to start a product for each of them takes a GPU
         longer than to compute it.
-
-        Yields:
-            A slice of ``[dimension]``, and the users' gradients there, ``[users, its length]``.
         """
         pieces: list[torch.Tensor] = []
         start = end = 0

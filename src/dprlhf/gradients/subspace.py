@@ -19,16 +19,10 @@ import torch
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Subspace:
-    """A subspace of the policy's parameters, in whose coordinates gradients are released.
+    """A subspace of the policy's parameters, in whose coordinates gradients are released."""
 
-    Attributes:
-        directions: Orthonormal directions P, ``[p, dimension]``.
-        scale: Factor a on the coordinates, which brings public users' coordinates to a known size
-            relative to the clip norm.
-    """
-
-    directions: torch.Tensor
-    scale: float
+    directions: torch.Tensor  # Orthonormal directions P, [p, dimension]
+    scale: float  # brings public users' coordinates to a known size relative to the clip norm
 
     @property
     def rank(self) -> int:
@@ -57,12 +51,12 @@ CLIP_RATIO = 0.5
 
 
 def fit_subspace(
-    gradients: torch.Tensor,
+    gradients: torch.Tensor,  # [users, dimension]
     rank: int,
     *,
     clip_norm: float,
     mean_first: bool = False,
-    avoid: torch.Tensor | None = None,
+    avoid: torch.Tensor | None = None,  # [users, dimension]
 ) -> Subspace:
     """Return the subspace in which PUBLIC users' gradients vary most.
 
@@ -70,18 +64,6 @@ def fit_subspace(
     that no public user decides a direction alone; they are not centred, since their mean is a
     direction as good as any other. Where they span fewer than p directions, the others are
     arbitrary.
-
-    Args:
-        gradients: A gradient for each public user, ``[users, dimension]``; users whose gradient is
-            not finite are left out, and so are those whose gradient is zero, as all their
-            responses have the same reward: half of them would make the median zero.
-        rank: Number p of directions, at most the number of dimensions; below it with ``avoid``.
-        clip_norm: Clip norm S of the private users' coordinates; infinite for no clipping.
-        mean_first: Make the mean of the clipped gradients the first direction, and fill up with
-            singular vectors.
-        avoid: Gradients of something else for each public user, ``[users, dimension]``: the
-            directions, arbitrary ones too, are orthogonal to their mean, so that steps along them
-            leave that as it is, to first order.
     """
     gradients = gradients[gradients.isfinite().all(1)]
     away = gradients.new_zeros(0, gradients.shape[1])
@@ -117,12 +99,7 @@ def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _orthogonal(vectors: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
-    """Return the vectors less their parts along unit vectors; 0 where that leaves rounding alone.
-
-    Args:
-        vectors: ``[n, dimension]``.
-        away: Orthonormal vectors, ``[any, dimension]``, float64.
-    """
+    """Return vectors less their parts along unit vectors; 0 where that leaves rounding alone."""
     found = torch.zeros_like(vectors)
     for row, vector in zip(found, vectors, strict=True):  # at once, they would be float64 copies
         wide = vector.double()

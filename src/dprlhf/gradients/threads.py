@@ -18,10 +18,6 @@ def side_by_side(work: Callable[[Item], Found], items: Sequence[Item]) -> list[F
     Products of a few dozen tokens are too small to be shared among torch's threads, whose meeting
     takes longer than the work. So each thread works alone on its item. How many there are changes
     neither the items nor their order.
-
-    Args:
-        work: Called with one item. It may write to memory that no other item's call touches.
-        items: The items, on a CPU.
     """
     threads = min(torch.get_num_threads(), len(items))
     if threads <= 1:

@@ -24,20 +24,7 @@ from dprlhf.errors import DprlhfError
 def local_copies(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], moves: torch.Tensor, rows: int
 ) -> Iterator[None]:
-    """Use the parameters θ + moves[u] for the rows of user u in every batch, inside this context.
-
-    Args:
-        model: The module that owns the parameters θ, which stay as they are.
-        parameters: The trainable parameters, by their name in ``model``.
-        moves: Each user's difference from θ, ``[users, dimension]``; parameters in order,
-            flattened.
-        rows: Number of rows of the batch, a multiple of the number of users; a user's rows are
-            adjacent. A pass over a single token uses θ: under FSDP a process helps others with it.
-
-    Raises:
-        DprlhfError: A trainable parameter is not the weight of a linear layer (LoRA's all are); or,
-            in a pass, such a layer does not get the batch's rows first.
-    """
+    """Use the parameters θ + moves[u] for the rows of user u in every batch of the context."""
     sizes = [p.numel() for p in parameters.values()]
     pieces = zip(parameters.items(), torch.split(moves, sizes, dim=1), strict=True)
     with contextlib.ExitStack() as stack:
@@ -51,11 +38,7 @@ def local_copies(
 
 
 def linear_layer(model: nn.Module, name: str) -> nn.Linear:
-    """Return the linear layer that a parameter is the weight of.
-
-    Raises:
-        DprlhfError: The parameter belongs to anything else.
-    """
+    """Return the linear layer that a parameter is the weight of."""
     path, _, local = name.rpartition(".")
     layer = model.get_submodule(path)
     if not isinstance(layer, nn.Linear) or local != "weight":

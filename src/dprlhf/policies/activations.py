@@ -18,10 +18,10 @@ RIDGE = 0.02
 @torch.no_grad()
 def align_with_activations(
     policy: CausalLMPolicy,
-    tokens: torch.Tensor,
+    tokens: torch.Tensor,  # Public text, [rows, tokens]
     mask: torch.Tensor,
     batch_size: int,
-    classes: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,  # [rows]
 ) -> None:
     """Set each ``lora_A`` to directions of its layer's inputs on PUBLIC text.
 
@@ -38,13 +38,6 @@ def align_with_activations(
     The rows of A keep the norms of their random start; a discriminant is longer, so that the inputs
     have the same root mean square along it as along the leading direction, and the same learning
     rate serves both.
-
-    Args:
-        policy: A policy whose adapter has ``lora_A``; it is changed in place.
-        tokens: Public text, ``[rows, tokens]``.
-        mask: 1 for real tokens and 0 for padding, same shape.
-        classes: The class of each row, ``[rows]``, more of them than the adapter has rank; None
-            without classes.
     """
     names = sorted(set(classes or [""]))
     labels = torch.tensor([names.index(name) for name in classes or [""] * len(tokens)])

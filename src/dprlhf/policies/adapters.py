@@ -33,15 +33,7 @@ from dprlhf.hardware import forked_rng
 def add_adapter(
     model: Any, adapter: recipe.Adapter, *, seed: int, task_type: str = "CAUSAL_LM"
 ) -> Any:
-    """Put a new adapter on a model; its trainable weights are in float32 or wider.
-
-    Args:
-        seed: Seed of random initial weights, which are public.
-        task_type: PEFT's task type. With ``SEQ_CLS`` the classification head is trained as well.
-
-    Returns:
-        The ``PeftModel``; its parameters that require a gradient are the trained ones.
-    """
+    """Put a new adapter on a model; its trainable weights are in float32 or wider."""
     import peft
 
     if adapter.peft and getattr(model.config, "quantization_config", None) is not None:
@@ -117,10 +109,6 @@ def adapter_rollback(model: Any) -> Callable[[], None]:
 
     PEFT puts its layers into the model that it is given, and freezes the others. A program whose
     model was refused may go on with it as it was.
-
-    Args:
-        model: A transformers model; for anything else the function does nothing. An adapter that it
-            has at this call is put back, should it have been taken off since.
     """
     if not isinstance(model, nn.Module):
         return lambda: None

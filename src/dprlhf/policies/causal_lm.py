@@ -29,36 +29,7 @@ if TYPE_CHECKING:
 
 
 class CausalLMPolicy:
-    """The policy π_θ as a PEFT model; with its adapter off, the same network is the base policy.
-
-    Args:
-        model: The PEFT model. It is put into evaluation mode: dropout would be a second source of
-            randomness.
-        tokenizer: A tokenizer with a padding token that pads on the left.
-        temperature: Sampling temperature. Log-probabilities are taken at the same temperature.
-        sampling: Top-k, top-p, min-p, repetition penalty and shortest response. Log-probabilities
-            are those of what these leave.
-
-    Attributes:
-        parameters: The trainable parameters by name, in a fixed order.
-        dimension: Number d of trainable parameters.
-        checkpointed: The layers of which only the inputs are kept for the backward pass; empty
-            without gradient checkpointing.
-        end_tokens: Tokens at which a response ends: the tokenizer's end-of-sequence token and those
-            of the checkpoint's generation config. Nothing else of that config is used: what
-            responses are sampled from is stated in the recipe.
-        is_base: Whether the adapter is off, inside :meth:`base`.
-        tools: The functions that the chat template shows to the model; empty for none.
-        mixes_rows: Why every pass, of sampling and log-probabilities too, has the rows of one user:
-            a mixture of experts; None where a pass may have several users.
-        one_user_a_pass: Why the gradients of several users cannot be taken in one pass, such as a
-            layer that the gradient engine does not know; None where they can.
-        sampler: The way to sample responses of several turns, a
-            :class:`~dprlhf.rollout.sampling.Sampler`; None for responses of one turn.
-
-    Raises:
-        DprlhfError: Nothing is trainable, or the model has a layer that mixes the rows of a batch.
-    """
+    """The policy π_θ as a PEFT model; with its adapter off, the same network is the base policy."""
 
     def __init__(
         self,
@@ -67,7 +38,7 @@ class CausalLMPolicy:
         temperature: float = 1.0,
         sampling: Sampling | None = None,
     ) -> None:
-        self.mixes_rows = refuse_mixing(model, alone=True)
+        self.mixes_rows = refuse_mixing(model, alone=True)  # why every pass has one user, if so
         self.model = model.eval()
         keep_unpacked(model)
         self.tokenizer = tokenizer
@@ -81,10 +52,11 @@ class CausalLMPolicy:
         self.end_tokens = sorted(token for token in asked if 0 <= token < rows)
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
-        self.checkpointed: list[Any] = []
-        self.is_base = False
-        self.tools: Sequence[Any] = ()
-        self.sampler: Any = None
+        self.checkpointed: list[Any] = []  # layers of which only the inputs are kept
+        self.is_base = False  # whether the adapter is off, inside base()
+        self.tools: Sequence[Any] = ()  # functions that the chat template shows to the model
+        self.sampler: Any = None  # a rollout.sampling.Sampler for responses of several turns
+        # Why a gradient pass has one user, if it must.
         self.one_user_a_pass = self.mixes_rows
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dimension = sum(p.numel() for p in self.parameters.values())
@@ -160,14 +132,7 @@ class CausalLMPolicy:
 
     @contextlib.contextmanager
     def sampled_with(self, sampling: Sampling, temperature: float | None = None) -> Iterator[bool]:
-        """Take log-probabilities of another distribution within the context.
-
-        Args:
-            temperature: Its temperature; None leaves it as it is.
-
-        Yields:
-            Whether that is another distribution than outside.
-        """
+        """Take log-probabilities of another distribution within the context."""
         own = self.sampling, self.temperature
         self.sampling = sampling
         self.temperature = self.temperature if temperature is None else temperature
@@ -186,14 +151,6 @@ class CausalLMPolicy:
 
         A prompt longer than ``max_tokens`` keeps its last tokens; an empty one becomes the
         beginning-of-sequence token, or else the end-of-sequence or padding token.
-
-        Args:
-            for_template: What each row of data has for the chat template (:meth:`render`); None for
-                prompts without further columns.
-
-        Raises:
-            DprlhfError: The chat template refuses a conversation, or the model has no embedding for
-                a token of a prompt. The message does not quote it.
         """
         tokenizer = self.tokenizer
         rows = [{}] * len(prompts) if for_template is None else for_template
@@ -256,16 +213,7 @@ class CausalLMPolicy:
         add_generation_prompt: bool = False,
         row: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation, as the chat template writes it.
-
-        Args:
-            add_generation_prompt: Whether the template opens the model's turn at the end.
-            row: What the row of data has for the template
-                (:func:`~dprlhf.data.messages.template_arguments`); the run's own tools count first.
-
-        Raises:
-            DprlhfError: As :meth:`known`, which tools' answers reach by this way alone.
-        """
+        """Return the tokens of a conversation, as the chat template writes it."""
         arguments = {**self.chat_template_kwargs, **template_arguments(row or {})}
         if self.tools:
             arguments["tools"] = list(self.tools)
@@ -294,19 +242,11 @@ class CausalLMPolicy:
         return self.first_position + int(min(self.room, 2.0**62)) - 1
 
     def position_ids(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the position of each token in its own text, without the padding before it.
-
-        Args:
-            mask: 1 for real tokens and 0 for padding on the left, ``[rows, tokens]``.
-        """
+        """Return the position of each token in its own text, without the padding before it."""
         return (mask.cumsum(1) - 1).clamp(min=0) + self.first_position
 
     def check_context_length(self, tokens: int, what: str, name: str) -> None:
-        """Refuse texts that are longer than the model's context.
-
-        Args:
-            what: Start of the error message, which names the setting.
-        """
+        """Refuse texts that are longer than the model's context."""
         if tokens > self.room:
             raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
 
@@ -341,9 +281,6 @@ class CausalLMPolicy:
 
         It depends on public numbers alone: it decides the shape of a batch, and rounding depends on
         the shape.
-
-        Returns:
-            A divisor of ``num_generations``, for :meth:`response_logprobs`.
         """
         if num_generations == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
@@ -381,7 +318,7 @@ class CausalLMPolicy:
 
     def response_logprobs(
         self,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor,  # [rows, prompt + response], prompts padded on the left
         mask: torch.Tensor,
         responses: int,
         shared_rows: int = 1,
@@ -391,17 +328,6 @@ class CausalLMPolicy:
 
         π is the distribution that responses are sampled from, at ``temperature`` and with
         ``sampling``.
-
-        Args:
-            tokens: ``[rows, prompt + response]``, prompts padded on the left.
-            mask: 1 for real tokens and 0 for padding, same shape.
-            responses: Width of the response part, in tokens.
-            shared_rows: Number of adjacent rows that share a prompt and go through the model as
-                one row.
-            replay: What sampling kept of these rows; None computes everything.
-
-        Returns:
-            ``[rows, responses]``, float32 or wider.
         """
         inputs = self.inputs_of(tokens, mask, responses, shared_rows)
         chosen = tokens[:, -responses:].flatten()
@@ -464,9 +390,6 @@ def context_length(config: Any, first: int = 0) -> float:
 
     Past its original length, LongRoPE rescales all rows of a batch if one of them is longer: one
     user would change the values of the others. So that length is the limit.
-
-    Args:
-        config: A transformers config, also one around that of the text model; None has no limit.
     """
     config = getattr(config, "get_text_config", lambda: config)()
     stored = [getattr(config, name, None) for name in _POSITIONS]
@@ -480,11 +403,7 @@ def context_length(config: Any, first: int = 0) -> float:
 
 
 def prompt_room(room: float, response: int, most: int) -> int:
-    """Return the default for the longest prompt: what a response leaves of a context, in tokens.
-
-    Args:
-        most: The longest prompt where the context is long enough.
-    """
+    """Return the default for the longest prompt: what a response leaves of a context, in tokens."""
     return int(max(1, min(most, room - response)))
 
 

@@ -9,15 +9,7 @@ import torch
 
 
 def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log softmax(logits / temperature) at one token a row, in float32 or wider.
-
-    Args:
-        logits: The model's output, ``[rows, vocabulary]``. The backward pass keeps it as it is.
-        chosen: One token for each row, ``[rows]``.
-
-    Returns:
-        Log-probabilities, ``[rows]``.
-    """
+    """Return log softmax(logits / temperature) at one token a row, in float32 or wider."""
     found: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
     return found
 

@@ -25,24 +25,13 @@ class RewardModel(CausalLMPolicy):
 
     def response_logprobs(
         self,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor,  # [rows, text + 1], texts padded on the left, then the label
         mask: torch.Tensor,
         responses: int,
         shared_rows: int = 1,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """Return log p(label | text), or the score of a model with one output.
-
-        Args:
-            tokens: ``[rows, text + 1]``, texts padded on the left, then the label.
-            mask: 1 for real tokens and 0 for padding, same shape.
-            responses: Always 1.
-            shared_rows: Always 1; texts share no prompt.
-            replay: Always None; nothing is sampled.
-
-        Returns:
-            ``[rows, 1]``, float32 or wider.
-        """
+        """Return log p(label | text), or the score of a model with one output."""
         text, seen = tokens[:, :-1], mask[:, :-1]
         # Encoders number positions from the left: the padding moves to the right.
         width = text.shape[1]
@@ -74,11 +63,6 @@ def load_reward_model(
     Such a layer has random weights and is not trained, as nothing but adapter and head is. It is
     saved with the adapter all the same, since who loads the base anew gets other random weights.
     An adapter leaves it out, also where ``target_modules`` names it.
-
-    Args:
-        labels: Names of the labels; None for the one output of a reward trained on pairs.
-        seed: Seed of the initial weights of the head, of other layers that the base lacks, and of
-            the adapter; all of these are public.
     """
     from transformers import AutoTokenizer
 
@@ -118,18 +102,6 @@ def load_classifier(
 
     What the checkpoint lacks has the same random weights at each call, so that a trained adapter
     can be merged into the base that it was trained on.
-
-    Args:
-        labels: Names of the labels; None for one output.
-        seed: Seed of the weights that the checkpoint lacks.
-
-    Returns:
-        The model, and the names of its layers for which the checkpoint has no weights, the head's
-        among them.
-
-    Raises:
-        OSError: The model cannot be found.
-        ValueError: It cannot be loaded as a classifier.
     """
     from transformers import AutoModelForSequenceClassification
 

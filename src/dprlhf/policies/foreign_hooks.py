@@ -35,11 +35,7 @@ _NEEDED = {
 
 
 def refuse_foreign_hooks(model: Any, what: str) -> None:
-    """Refuse a model with hooks of others, or a program in which torch shows others all it does.
-
-    Args:
-        what: What it is called in the error.
-    """
+    """Refuse a model with hooks of others, or a program in which torch shows others all it does."""
     for place, hook in _foreign(model):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         raise DprlhfError(

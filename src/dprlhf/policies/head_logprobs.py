@@ -35,9 +35,6 @@ def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
     """Return whether logits are W h (+ b) with a frozen vocabulary weight W.
 
     A model that a program has changed is taken as it is called, by its logits.
-
-    Args:
-        trained: The ``id()`` of each trainable parameter.
     """
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in _PLAIN_HEADS or getattr(config, "auto_map", None):
@@ -51,16 +48,7 @@ def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
 def head_logprobs(
     head: nn.Linear, states: torch.Tensor, chosen: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return log softmax(head(states) / temperature) at one token a row, in float32 or wider.
-
-    Args:
-        head: The layer from hidden states to the vocabulary; nothing is differentiated by it.
-        states: Last hidden states, ``[rows, hidden]``.
-        chosen: One token for each row, ``[rows]``.
-
-    Returns:
-        Log-probabilities, ``[rows]``.
-    """
+    """Return log softmax(head(states) / temperature) at one token a row, in float32 or wider."""
     found: torch.Tensor = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
         states, head.weight, head.bias, chosen, 1 / temperature
     )

@@ -32,19 +32,12 @@ _INPUT, _HEAD = "input", "head"
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of a micro-batch of sampling.
+    """The shape of a micro-batch of sampling."""
 
-    Attributes:
-        prompts: Number of prompts, fillers included.
-        columns: Number of columns of a prompt, padding included.
-        together: Number of responses to each prompt.
-        length: Length of a response in tokens.
-    """
-
-    prompts: int
-    columns: int
-    together: int
-    length: int
+    prompts: int  # Number of prompts, fillers included
+    columns: int  # Number of columns of a prompt, padding included
+    together: int  # Number of responses to each prompt
+    length: int  # Length of a response in tokens
 
 
 @dataclass(frozen=True)
@@ -104,12 +97,6 @@ def room_for(
 
     All numbers are public ones, since it decides how gradients are rounded. A round may have more
     rows than are expected, which the other seven eighths allow for.
-
-    Args:
-        policy: The policy; for some models nothing can be kept.
-        rows: Expected number of responses.
-        prompt: Upper bound on a prompt's length in tokens.
-        gradients: Whether it is kept for a gradient pass.
     """
     parts = parts_of(policy)
     if parts is None:
@@ -131,27 +118,17 @@ def _outputs(module: nn.Module) -> int:
 
 @dataclass(eq=False, repr=False)
 class Kept:
-    """Layer outputs and logits of one call of sampling, stored by micro-batch.
+    """Layer outputs and logits of one call of sampling, stored by micro-batch."""
 
-    Args:
-        parts: The layers, from :func:`parts_of`.
-        state: The trained parameters that were sampled with; None for the base policy.
-        base: Whether the base policy computes the same: it sampled, or the adapter added nothing.
-        gradients: Whether the linear layers' outputs are kept for a gradient pass. Otherwise the
-            lowest trained layer's input and the logits are, for passes without gradients.
-        batches: What is kept of each micro-batch, by the name of the layer: its output at each
-            token, ``[prompts, columns + responses · (length − 1), outputs]``, and the logits,
-            ``[prompts, responses, length, vocabulary]``.
-        batch: The micro-batch of each row, ``[rows]``; −1 before it is sampled.
-        place: The number of each row's response in its micro-batch, ``[rows]``.
-    """
-
-    parts: _Parts
-    state: dict[str, torch.Tensor] | None
-    base: bool
-    gradients: bool
+    parts: _Parts  # The layers, from :func:`parts_of`
+    state: dict[str, torch.Tensor] | None  # parameters sampled with; None for the base policy
+    base: bool  # whether the base policy computes the same
+    gradients: bool  # keep linear outputs; else only the lowest trained layer's input and logits
+    # Of each micro-batch, outputs at each token by layer, [prompts, columns + responses ·
+    # (length − 1), outputs], and the logits, [prompts, responses, length, vocabulary].
     batches: list[dict[str, torch.Tensor]] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
+    # The micro-batch of each row, −1 before it is sampled, and its response's number in it, [rows].
     batch: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     place: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -187,12 +164,7 @@ class Kept:
         self.layouts.append(layout)
 
     def assign_rows(self, rows: NDArray[np.int64], count: int) -> None:
-        """Record which rows the responses of the last micro-batch belong to.
-
-        Args:
-            rows: The number of each response's row, −1 for a filler, in the order of the
-                micro-batch.
-        """
+        """Record which rows the responses of the last micro-batch belong to."""
         if not len(self.batch):
             self.batch, self.place = np.full((2, count), -1)
         real = np.flatnonzero(rows >= 0)
@@ -214,11 +186,7 @@ class Kept:
 
 
 def keep(policy: Any, *, gradients: bool) -> Kept | None:
-    """Return an empty store for the outputs that sampling computes; None for an untested model.
-
-    Args:
-        gradients: Whether to keep what a gradient pass needs, see :class:`Kept`.
-    """
+    """Return an empty store for the outputs that sampling computes; None for an untested model."""
     parts = parts_of(policy)
     if parts is None:
         return None
@@ -273,11 +241,6 @@ class Replay:
 
     Every output is copied into a new tensor of the pass' shape, zero on fillers and on further
     columns of padding: how it is rounded may not depend on what is beside it in memory.
-
-    Args:
-        rows: The number of the row at each place, −1 for a filler; those that share a prompt are
-            adjacent.
-        shared_rows: Number of rows behind one copy of their prompt.
     """
 
     def __init__(

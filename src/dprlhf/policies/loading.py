@@ -25,13 +25,7 @@ def load_policy(
     model: Any = None,
     tokenizer: Any = None,
 ) -> CausalLMPolicy:
-    """Load a base model through transformers and put a new adapter on it.
-
-    Args:
-        model: A loaded transformers model to use in place of the one that ``spec`` names. The
-            adapter is put into it.
-        tokenizer: A tokenizer to use in place of the model's own.
-    """
+    """Load a base model through transformers and put a new adapter on it."""
     if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
         raise DprlhfError("this run's model was given in Python: continue it there, with the model")
     if hasattr(model, "peft_config"):
@@ -127,12 +121,7 @@ def _check_model(model: Any, *, whole: bool) -> None:
 
 
 def _base_of(spec: recipe.Policy) -> Any:
-    """Load the base model.
-
-    Raises:
-        DprlhfError: The checkpoint lacks weights. transformers draws them at random at each load,
-            so the adapter would be merged into another model than it was trained on.
-    """
+    """Load the base model."""
     from transformers import AutoModelForCausalLM
 
     from dprlhf.assets import resolve
@@ -169,11 +158,7 @@ def make_policy(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> CausalLMPolicy:
-    """Put a new adapter on a loaded transformers model, and prepare its tokenizer.
-
-    Args:
-        tokenizer: Its tokenizer; it is set to pad on the left.
-    """
+    """Put a new adapter on a loaded transformers model, and prepare its tokenizer."""
     keep_unpacked(model)  # before its first pass
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"

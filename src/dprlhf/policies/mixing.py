@@ -18,9 +18,6 @@ def mixing_layers(model: nn.Module) -> Iterator[tuple[str, str]]:
     8-bit layers of bitsandbytes compute the columns in which any token of the batch has an outlier
     in another precision (LLM.int8(), arXiv 2208.07339), unless their threshold is 0. Other ways of
     quantising may take a scale from the batch, so they are counted as mixing, too.
-
-    Yields:
-        The layer's path with its class, and the end of a sentence about it.
     """
     config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
@@ -50,15 +47,7 @@ _OUTLIERS = (
 
 
 def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:
-    """Refuse a model in which one row's values depend on the other rows of its pass.
-
-    Args:
-        alone: Whether experts are no reason: the rows of a pass are those of one user, who then
-            decides its shapes alone. The other layers may keep something from pass to pass.
-
-    Returns:
-        Why a pass must have one user; None where it may have several.
-    """
+    """Refuse a model in which one row's values depend on the other rows of its pass."""
     reason = None
     for name, how in mixing_layers(model):
         if not (alone and how == _EXPERTS):

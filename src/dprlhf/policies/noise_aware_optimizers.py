@@ -22,9 +22,6 @@ class NormalizedSGD(torch.optim.Optimizer):
     paper's Algorithm 1 without extrapolation. Noise then turns a step but does not lengthen it, and
     ``learning_rate`` is the distance that the parameters move in a round, whatever the unit of the
     gradient. A gradient that is zero everywhere moves nothing.
-
-    Args:
-        spec: Its ``learning_rate`` and ``momentum`` are used.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], spec: recipe.Optimizer) -> None:
@@ -61,10 +58,6 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
     σ may differ between rounds, as it does under correlated noise: what is subtracted is the
     average of σ² with the weights that v̂ gives the rounds. Correlation between rounds does not
     enter the expectation of a square.
-
-    Args:
-        spec: Its ``learning_rate`` and ``betas`` are used.
-        noise_std: σ, the standard deviation of the noise in each coordinate of the gradients.
     """
 
     def __init__(

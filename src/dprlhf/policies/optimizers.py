@@ -14,12 +14,7 @@ from dprlhf.boundary import Released, open_released
 def make_optimizer(
     spec: recipe.Optimizer, parameters: Iterable[torch.Tensor], noise_std: float
 ) -> torch.optim.Optimizer:
-    """Return the server-side optimizer that a recipe names.
-
-    Args:
-        noise_std: σ = zS/m, the standard deviation of the noise in each released coordinate, as
-            long as :func:`set_noise` gives no other.
-    """
+    """Return the server-side optimizer that a recipe names."""
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
     if spec.name == "adam":
@@ -34,18 +29,11 @@ def make_optimizer(
 def ascend(
     parameters: Iterable[torch.Tensor],
     optimizer: torch.optim.Optimizer,
-    direction: Released[torch.Tensor],
+    direction: Released[torch.Tensor],  # [dimension]; its negative becomes the parameters' gradient
 ) -> None:
     """Take one optimizer step uphill along a released direction.
 
     This is the only place where a released value reaches the model.
-
-    Args:
-        parameters: The trained parameters, in the order in which ``direction`` has them.
-        direction: ``[dimension]``; its negative becomes the parameters' gradient.
-
-    Raises:
-        TypeError: The direction did not come from the gate.
     """
     vector, offset = open_released(direction, "ascend"), 0
     for parameter in parameters:

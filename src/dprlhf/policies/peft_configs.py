@@ -22,14 +22,7 @@ _OF_LORA = _COMMON | {
 
 
 def adapter_of(peft_config: Any, *, freeze_a: bool = False) -> dict[str, Any]:
-    """Return the section ``policy.adapter`` that stands for a PEFT config.
-
-    Args:
-        peft_config: A config of PEFT; or the section itself, such as ``{"type": "full"}`` for all
-            weights.
-        freeze_a: Train B of a LoRA alone, with A frozen at its random start (FFA-LoRA, arXiv
-            2403.12313).
-    """
+    """Return the section ``policy.adapter`` that stands for a PEFT config."""
     if isinstance(peft_config, Mapping):
         return dict(peft_config)
     name = type(peft_config).__name__

@@ -15,12 +15,7 @@ from dprlhf.errors import DprlhfError, extra
 
 
 def quantization_config(name: str, dtype: torch.dtype) -> Any:
-    """Return transformers' ``BitsAndBytesConfig`` of a recipe's ``policy.quantization``.
-
-    Args:
-        name: ``nf4``, ``fp4``, either with ``-double``, or ``int8``.
-        dtype: Data type in which a 4-bit layer computes.
-    """
+    """Return transformers' ``BitsAndBytesConfig`` of a recipe's ``policy.quantization``."""
     from transformers import BitsAndBytesConfig
 
     with extra("quantization", "policy.quantization"):
@@ -37,11 +32,7 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
 
 
 def quantization_of(config: Any) -> dict[str, str]:
-    """Return the keys of a recipe's section ``policy`` that stand for a ``BitsAndBytesConfig``.
-
-    Args:
-        config: The config, as TRL's trainers take it; None for none.
-    """
+    """Return the keys of a recipe's section ``policy`` that stand for a ``BitsAndBytesConfig``."""
     if config is None:
         return {}
     if getattr(config, "load_in_8bit", False):

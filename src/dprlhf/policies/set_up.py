@@ -22,11 +22,7 @@ class SetUp:
         self._kept: dict[str, tuple[Any, Any, Any]] = {}
 
     def keep(self, owner: Any, name: str) -> None:
-        """Keep a copy of an attribute until :meth:`end`.
-
-        Args:
-            name: The attribute; a second copy under this name replaces the first.
-        """
+        """Keep a copy of an attribute until :meth:`end`."""
         held = getattr(owner, name, None)
         if held is None:
             return

@@ -48,9 +48,6 @@ def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: i
     One more response saves a pass over the prompt and makes the row longer for attention. In the
     same units, a token costs 6 · hidden in a layer's matrix products and its row's length in
     attention.
-
-    Args:
-        num_generations: Number of responses to each prompt; the result divides it.
     """
 
     def cost(shared_rows: int) -> float:
@@ -63,13 +60,7 @@ def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: i
 def behind_one_prompt(
     tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the model's inputs, with ``rows / shared_rows`` rows.
-
-    Args:
-        tokens: ``[rows, prompt + response]``; ``shared_rows`` adjacent rows share a prompt.
-        mask: 1 for real tokens and 0 for padding, same shape.
-        shared_rows: Number of rows that go behind one copy of their prompt.
-    """
+    """Return the model's inputs, with ``rows / shared_rows`` rows."""
     rows, width = tokens.shape
     prompt, own = width - responses, responses - 1  # nothing stands after the last token
 
@@ -101,29 +92,21 @@ def most_behind_one_cache(num_generations: int, prompt: int, response: int) -> i
     A step of decoding reads all keys and values: one more response behind a copy saves reading the
     prompt's, and makes every other response's attention pass over its places. The responses get at
     most twice as many places as the prompt: measured on a CPU, more of them save nothing.
-
-    Args:
-        num_generations: Number of responses to each prompt; the result divides it.
     """
     fits = [c for c in range(1, num_generations + 1) if c * response <= 2 * prompt]
     return max((c for c in fits if num_generations % c == 0), default=1)
 
 
 def own_tokens_behind_prompt(
-    mask: torch.Tensor, shared: int, max_new_tokens: int, dtype: torch.dtype
+    mask: torch.Tensor,
+    shared: int,
+    max_new_tokens: int,
+    dtype: torch.dtype,  # [rows, prompt]
 ) -> torch.Tensor:
     """Return what decoding adds to attention's scores, where responses share their prompt's cache.
 
     A row of the cache has the prompt's places, then those of every response's first token, of every
     response's second token, and so on. A response sees the prompt's real tokens and its own.
-
-    Args:
-        mask: Mask of the prompts, ``[rows, prompt]``.
-        shared: Number of responses behind a prompt.
-
-    Returns:
-        0 or the lowest finite number, ``[rows, 1, shared, prompt + max_new_tokens · shared]``; a
-        step uses the columns up to its own.
     """
     own = torch.eye(shared, dtype=torch.bool, device=mask.device).repeat(1, max_new_tokens)
     of_prompt = mask.bool()[:, None, None].expand(-1, 1, shared, -1)

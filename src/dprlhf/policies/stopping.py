@@ -15,12 +15,6 @@ class StopStrings:
 
     The matching is transformers' ``StopStringCriteria``, on the tokens of the responses alone: a
     string that starts in the prompt stops nothing.
-
-    Attributes:
-        reach: The most tokens, from the last one back, that can be part of a string.
-
-    Raises:
-        DprlhfError: The tokenizer has no tokens for a string.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
@@ -34,10 +28,6 @@ class StopStrings:
         self.reach = int(self._criteria.maximum_token_len)
 
     def completed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return whether the last token completes a stop string, ``[rows]``.
-
-        Args:
-            tokens: Tokens of the responses so far, ``[rows, tokens]``, without padding.
-        """
+        """Return whether the last token completes a stop string, ``[rows]``."""
         found: torch.Tensor = self._criteria(tokens, None)
         return found

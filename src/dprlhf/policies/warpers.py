@@ -32,15 +32,10 @@ from dprlhf.policies.protocol import Sampling
 
 @dataclass(frozen=True)
 class Rows:
-    """Responses whose tokens' log-probabilities are asked for.
+    """Responses whose tokens' log-probabilities are asked for."""
 
-    Attributes:
-        tokens: ``[rows, prompt + response]``, prompts padded on the left.
-        mask: 1 for real tokens and 0 for padding, same shape.
-    """
-
-    tokens: torch.Tensor
-    mask: torch.Tensor
+    tokens: torch.Tensor  # [rows, prompt + response], prompts padded on the left
+    mask: torch.Tensor  # 1 for real tokens and 0 for padding, same shape
     length: int
 
     @property
@@ -61,20 +56,13 @@ class Rows:
 
 
 def warped(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # The model's output, [rows, vocabulary]
     sampling: Sampling,
     temperature: float,
     *,
-    before: torch.Tensor | None,
+    before: torch.Tensor | None,  # [rows, any]
 ) -> torch.Tensor:
-    """Return the scores before truncation, whose softmax is a distribution; float32 or wider.
-
-    Args:
-        logits: The model's output, ``[rows, vocabulary]``.
-        temperature: Divides the scores, after the penalty.
-        before: Tokens that the penalty is for, ``[rows, any]``, in any order and number; needed for
-            a penalty.
-    """
+    """Return the scores before truncation, whose softmax is a distribution; float32 or wider."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.repetition_penalty != 1:
         assert before is not None
@@ -89,12 +77,6 @@ def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     All ties of the lowest are kept, also with top-p, of which transformers keeps an arbitrary part:
     what is kept must not depend on the order in which a sort leaves equal scores.
-
-    Args:
-        scores: Scores at the sampling temperature, ``[rows, vocabulary]``.
-
-    Returns:
-        ``[rows, 1]``; −∞ where nothing is cut.
     """
     lowest = scores.new_full((len(scores), 1), -torch.inf)
     if sampling.top_k:
@@ -126,15 +108,7 @@ def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def warped_logprobs(
     logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float
 ) -> torch.Tensor:
-    """Return log π̃ of the response tokens, for the distribution that they were drawn from.
-
-    Args:
-        logits: The model's output at each token's place, ``[rows · response, vocabulary]``. The
-            backward pass keeps it as it is.
-
-    Returns:
-        Log-probabilities, ``[rows · response]``, float32 or wider.
-    """
+    """Return log π̃ of the response tokens, for the distribution that they were drawn from."""
     found: torch.Tensor = _WarpedLogProbs.apply(logits, rows, sampling, temperature)  # type: ignore[no-untyped-call]
     return found
 

@@ -16,9 +16,6 @@ class WholePolicy(CausalLMPolicy):
 
     The base policy is a frozen copy of the weights that the run started from, which is swapped in
     inside :meth:`base`. So a model takes twice its memory.
-
-    Args:
-        model: The transformers model. Its weights become trainable, in float32 or wider.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:

@@ -65,23 +65,14 @@ _OFFSETS = (*_BELOW, *_NEAR, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The law that y is drawn from, N(m, z² I) with m drawn from ``shifts``, and its bound.
+    """The law that y is drawn from, N(m, z² I) with m drawn from ``shifts``, and its bound."""
 
-    Attributes:
-        side: Direction of the curve.
-        power: Exponent a; the bound on a value comes from the a-th power of L.
-        folds: Number r of columns whose sum, times a/r, is a shift (``remove``).
-        log_mass: Logarithm of the normalizer Z (``remove``) or of e^(a s/2 + a² g/2) (``add``).
-        shifts: Cᵀm/z² of each component, ``[components, rounds]``.
-        cumulative: Cumulative probabilities of the components, ``[components]``.
-    """
-
-    side: Side
-    power: float
-    folds: int
-    log_mass: float
-    shifts: Array
-    cumulative: Array
+    side: Side  # Direction of the curve
+    power: float  # Exponent a; the bound on a value comes from the a-th power of L
+    folds: int  # Number r of columns whose sum, times a/r, is a shift (remove)
+    log_mass: float  # Logarithm of the normalizer Z (remove) or of e^(a s/2 + a² g/2) (add)
+    shifts: Array  # Cᵀm/z² of each component, [components, rounds]
+    cumulative: Array  # Cumulative probabilities of the components, [components]
 
     def largest(self, epsilons: Array) -> Array:
         """Return the bound B on a value, at each ε, ``[points]``."""
@@ -101,19 +92,12 @@ def _log_largest(side: Side, power: float, log_mass: float, epsilon: float) -> f
 
 @dataclass(frozen=True)
 class _Sums:
-    """The sums of r columns of C: what the proposals for any z are made of.
+    """The sums of r columns of C: what the proposals for any z are made of."""
 
-    Attributes:
-        members: The columns in each sum, ``[components, r]``.
-        orders: Logarithm of the number of orders of each, over T^r, ``[components]``.
-        between: Squared norm of each sum, ``[components]``.
-        own: Sum of the squared norms of its columns, ``[components]``.
-    """
-
-    members: NDArray[np.int64]
-    orders: Array
-    between: Array
-    own: Array
+    members: NDArray[np.int64]  # The columns in each sum, [components, r]
+    orders: Array  # Logarithm of the number of orders of each, over T^r, [components]
+    between: Array  # Squared norm of each sum, [components]
+    own: Array  # Sum of the squared norms of its columns, [components]
 
     def log_masses(self, scale: float, noise: float) -> tuple[float, Array]:
         """Return log Z and the unnormalised log-weights of the proposal's components.
@@ -222,13 +206,7 @@ class _Sample:
     def bounds(
         self, epsilons: Array, failure: float, draws: int | None = None
     ) -> tuple[Array, Array]:
-        """Return lower and upper bounds on δ at each ε, ``[points]`` each.
-
-        Args:
-            epsilons: Arguments of the curve.
-            failure: Probability that any of them is wrong.
-            draws: Number of draws to predict the bounds for; None for those that there are.
-        """
+        """Return lower and upper bounds on δ at each ε, ``[points]`` each."""
         n = draws or len(self.log_ratio)
         log = math.log(4 * len(epsilons) / failure)  # two sides, each with 2 / failure
         largest = self.proposal.largest(epsilons)

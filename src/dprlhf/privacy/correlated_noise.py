@@ -30,15 +30,7 @@ UNITS = 2**20
 
 @functools.cache
 def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
-    """Return the bands of C: entry ``[t, k]`` is C[t, t − k], and 0 where t < k.
-
-    Args:
-        rounds: Number T of rounds.
-        bands: Number b of bands; at most T are used, and at most 1,024.
-
-    Returns:
-        ``[rounds, bands]``; each column of C has a norm of at most 1, and of 1 but for rounding.
-    """
+    """Return the bands of C: entry ``[t, k]`` is C[t, t − k], and 0 where t < k."""
     bands = min(bands, rounds, 1024)
     k = np.arange(1, bands)
     coefficients = np.cumprod(np.append(1.0, (2 * k - 1) / (2 * k)))
@@ -54,12 +46,7 @@ def square_root(rounds: int, bands: int) -> NDArray[np.float64]:
 
 @functools.lru_cache(64)
 def noise_matrix(rounds: int, bands: int) -> NDArray[np.float64]:
-    """Return C in full, ``[rounds, rounds]``: lower triangular, non-negative, columns of norm ≤ 1.
-
-    Args:
-        rounds: Number T of rounds.
-        bands: Number b of bands; at most T are used.
-    """
+    """Return C, ``[rounds, rounds]``: lower triangular, non-negative, columns of norm ≤ 1."""
     banded = square_root(rounds, bands)
     full = np.zeros((rounds, rounds))
     for k in range(banded.shape[1]):
@@ -69,13 +56,7 @@ def noise_matrix(rounds: int, bands: int) -> NDArray[np.float64]:
 
 
 def noise_gain(rounds: int, bands: int, round_: int) -> float:
-    """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise.
-
-    Args:
-        rounds: Number T of rounds.
-        bands: Number b of bands; at most T are used.
-        round_: Row t, from 1.
-    """
+    """Return the norm of row t of C⁻¹: the factor by which correlation scales round t's noise."""
     return 1.0 if bands == 1 else float(_gains(rounds, bands)[round_ - 1])
 
 

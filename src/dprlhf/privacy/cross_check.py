@@ -23,22 +23,13 @@ Kind = Literal["exact", "upper bound", "cannot", "not installed"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one accountant says of a plan.
+    """What one accountant says of a plan."""
 
-    Attributes:
-        accountant: Library and method.
-        kind: ``exact`` where lower and upper bound agree to the library's own rounding, ``upper
-            bound`` where only that is certified; otherwise why there is no ε.
-        epsilon: The library's ε, an upper bound; None where it has none.
-        lower: The library's certified lower bound on the same ε; None where it states none.
-        note: How the library read the plan, or why it cannot.
-    """
-
-    accountant: str
+    accountant: str  # Library and method
     kind: Kind
-    epsilon: float | None = None
+    epsilon: float | None = None  # The library's ε, an upper bound; None where it has none
     lower: float | None = None
-    note: str = ""
+    note: str = ""  # How the library read the plan, or why it cannot
 
 
 class CannotError(Exception):
@@ -164,15 +155,7 @@ ACCOUNTANTS: dict[str, tuple[str, Accountant]] = {
 
 
 def answers(mechanism: Mechanism, delta: float) -> list[Answer]:
-    """Return what this package and every other accountant say of a plan, this package first.
-
-    Args:
-        mechanism: The plan's terms, with noise.
-        delta: δ at which ε is stated.
-
-    Raises:
-        DprlhfError: δ is out of range, or there is no noise.
-    """
+    """Return what this package and every other accountant say of a plan, this package first."""
     found = [this_one(mechanism, delta)]
     correlated = mechanism.bands > 1 and not mechanism.spec.disjoint
     for name, (package, ask) in ACCOUNTANTS.items():

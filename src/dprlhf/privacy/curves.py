@@ -39,19 +39,12 @@ class Curves:
 
 @dataclass(frozen=True)
 class Losses:
-    """A pessimistic distribution of privacy losses, on multiples of a step.
+    """A pessimistic distribution of privacy losses, on multiples of a step."""
 
-    Attributes:
-        step: Step of the grid.
-        places: Losses in steps, increasing, ``[points]``.
-        masses: Their probabilities, ``[points]``.
-        infinite: Probability of an infinite loss.
-    """
-
-    step: float
-    places: Places
-    masses: Floats
-    infinite: float
+    step: float  # Step of the grid
+    places: Places  # Losses in steps, increasing, [points]
+    masses: Floats  # Their probabilities, [points]
+    infinite: float  # Probability of an infinite loss
 
     def log_moment(self, power: float) -> float:
         """Return ln of the mean of e^(power · loss) over the finite losses."""
@@ -88,12 +81,6 @@ def loss_distribution(step: float, curve: Floats, opposite: Floats, places: Plac
 
     The curve is joined by chords in e^epsilon, which lie above the convex true curve ("connect the
     dots", Doroshenko et al., arXiv 2207.04380).
-
-    Args:
-        step: Step of the grid.
-        curve: upper bounds on delta at the places, against the neighbour, ``[points]``.
-        opposite: the same with the two neighbours exchanged; either may have fewer points.
-        places: Where the bounds are, in steps, increasing from 0, ``[points]``.
     """
     # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.
     back = places[len(opposite) - 1 : 0 : -1]
@@ -121,12 +108,9 @@ class Composed:
 
     δ is computed by an FFT of exponentially tilted masses, so its error is small beside δ itself,
     however small that is (proof note, step 10).
-
-    Attributes:
-        parts: Loss distributions, and how often each occurs.
     """
 
-    parts: tuple[tuple[Losses, int], ...]
+    parts: tuple[tuple[Losses, int], ...]  # Loss distributions, and how often each occurs
 
     @property
     def infinite(self) -> float:

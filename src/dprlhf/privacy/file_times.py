@@ -38,12 +38,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def public_time(path: Path, root: Path) -> float:
-    """Return the modification time of a file or folder of a run, in seconds since 1970.
-
-    Args:
-        path: The file or folder.
-        root: The folder of its run.
-    """
+    """Return the modification time of a file or folder of a run, in seconds since 1970."""
     try:
         # The recipe is the first file that a run writes, and is stamped like all others.
         first = (root / "recipe.yaml").stat().st_mtime

@@ -39,14 +39,6 @@ def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -
     It is the smallest share of several filters, among which δ is divided beforehand: one adds z⁻²
     of the Gaussian releases that cover the runs (Smith & Thakurta, arXiv 2210.17520), the others
     Rényi divergences, each at one order (Feldman & Zrnic, arXiv 2008.11193).
-
-    Args:
-        times: The runs, and how often each was made on the same users.
-        epsilon: ε of the budget.
-        delta: δ of the budget.
-
-    Raises:
-        DprlhfError: some runs protect against replacement, and others do not.
     """
     if not times:
         return 0.0

@@ -18,13 +18,7 @@ _PIECE = 2**22
 
 
 class Gate:
-    """Charges the ledger, then adds noise: one charge a round, for all J releases of that round.
-
-    Args:
-        plan: Noise multiplier, clip norm, divisor and J; the ledger opens with the same terms.
-        ledger: The append-only record of what this run has spent.
-        key: The run's secret key, which seeds the noise.
-    """
+    """Charges the ledger, then adds noise: one charge a round, for all J releases of that round."""
 
     def __init__(self, plan: Plan, ledger: Ledger, key: bytes) -> None:
         self.plan = plan
@@ -37,7 +31,10 @@ class Gate:
         self._last = 0  # the round of the newest
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
-        """Release (Σ g_u + N(0, (zS)² I)) / m, the Gaussian mechanism on a clipped sum.
+        """Release (Σ g_u + N(0, (zS)² I)) / m, the Gaussian mechanism on a clipped sum, ``[d]``.
+
+        m is the plan's public constant, never the number of users that happened to be in the round.
+        The noise is added in place, so the sum is gone afterwards.
 
         Sum and noise are rounded to multiples of a power of two γ, about 2⁻³⁰ zS, and the noise is
         drawn exactly. Its standard deviation is z(S + γ⌈√d⌉), since rounding can move the sums of
@@ -46,20 +43,6 @@ class Gate:
         The first release of a round charges it; the plan's ``releases_per_round`` is the number of
         releases that this charge covers. A round that a crash cut short is spent: it is never taken
         up again.
-
-        Args:
-            t: The round, from 1.
-            bounded: The sum over all of the round's users, ``[dimension]``. The noise is added in
-                place, so the sum is gone afterwards.
-
-        Returns:
-            The noised mean, ``[dimension]``, float64. The divisor m is the plan's public constant,
-            never the number of users that happened to be in the round.
-
-        Raises:
-            TypeError: The sum did not come from the clipping code.
-            DprlhfError: The round was charged before, it has had all its releases, or the sum was
-                clipped to another norm than the plan's.
         """
         check_bounded(bounded, "the gate")
         plan = self.plan

@@ -33,10 +33,6 @@ def log_gaussian_delta(noise: float, epsilon: float) -> float:
 def gaussian_delta(noise: float, epsilon: float) -> float:
     """Return δ of one Gaussian release, rounded up (Balle & Wang 2018, Theorem 8).
 
-    Args:
-        noise: Noise multiplier: the standard deviation divided by the sensitivity, above 0.
-        epsilon: Target ε, at least 0.
-
     >>> f"{gaussian_delta(1.0, 1.0):.6f}"
     '0.126937'
     """
@@ -59,13 +55,6 @@ def gaussian_deltas(noise: float, epsilons: npt.NDArray[np.float64]) -> npt.NDAr
 
 def gaussian_epsilon(noise: float, delta: float) -> float:
     """Return ε of one Gaussian release at ``delta``, rounded up by at most 1e-8 relative.
-
-    Args:
-        noise: Noise multiplier: the standard deviation divided by the sensitivity, above 0.
-        delta: Target δ, in (0, 1).
-
-    Returns:
-        ε; infinite where the value overflows.
 
     >>> f"{gaussian_epsilon(1.0, 1e-5):.4f}"
     '4.3772'
@@ -126,7 +115,7 @@ def downwards(value: float, digits: int) -> str:
 
 
 def find_root(
-    value: Callable[[float], float],
+    value: Callable[[float], float],  # Function of x with values in [0, 1], such as δ(ε)
     low: float,
     high: float,
     target: float,
@@ -138,14 +127,6 @@ def find_root(
 
     ``value`` decreases in x, up to numerical error: the returned x was itself evaluated and found
     to satisfy the bound. Only ``high`` is returned without evaluation, when nothing below passes.
-
-    Args:
-        value: Function of x with values in [0, 1], such as δ(ε).
-        low: Left end, at least 0, where ``value`` is above ``target``.
-        high: Right end, known by other means to satisfy ``value(high) <= target``.
-        target: Probability in (0, 1).
-        rough: Cheaper estimate of ``value`` for the first steps.
-        tolerance: Relative distance to the crossing at which the search stops.
     """
     goal = math.sqrt(-2 * math.log(target))
 

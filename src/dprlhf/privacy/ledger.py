@@ -29,21 +29,13 @@ _GENESIS = "0" * 64
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger.
+    """One line of the ledger."""
 
-    Attributes:
-        sequence: Line number, from 0.
-        kind: Type of the entry: ``open``, ``book``, ``charge`` or ``commit``.
-        body: Values of the entry, JSON-ready.
-        previous: Hash of the entry before; 64 zeros for the first.
-        hash: SHA-256 of the four other fields, in hexadecimal.
-    """
-
-    sequence: int
-    kind: str
-    body: dict[str, Any]
-    previous: str
-    hash: str
+    sequence: int  # Line number, from 0
+    kind: str  # Type of the entry: open, book, charge or commit
+    body: dict[str, Any]  # Values of the entry, JSON-ready
+    previous: str  # Hash of the entry before; 64 zeros for the first
+    hash: str  # SHA-256 of the four other fields, in hexadecimal
 
     @property
     def is_charge(self) -> bool:
@@ -63,16 +55,7 @@ def new_nonce() -> str:
 
 
 class Ledger:
-    """The privacy charges of one run; the file stays locked until :meth:`close`.
-
-    Args:
-        path: Ledger file, created if it does not exist.
-        terms: Promises of the run: its plan, a digest of its recipe, a commitment to its key. A
-            new ledger records them; an existing one refuses other terms.
-
-    Raises:
-        DprlhfError: the file was altered, belongs to other terms, or another process has it open.
-    """
+    """The privacy charges of one run; the file stays locked until :meth:`close`."""
 
     def __init__(self, path: Path, terms: dict[str, Any]) -> None:
         self.path = path
@@ -173,16 +156,6 @@ class Ledger:
 
         The charge holds a fresh nonce, so that its hash, and the noise drawn under it, are new in
         every copy of the run folder.
-
-        Args:
-            round_: Number of the round, from 1; above every round charged before.
-            noise_multiplier: Noise multiplier z; must equal that of the terms.
-            clip_norm: Clip norm S; must equal that of the terms.
-            releases_per_round: Number J of noised sums that the charge covers, as in the terms.
-
-        Raises:
-            DprlhfError: the round was charged before or lies outside the plan, or the mechanism is
-                not the planned one, so that the stated ε would not cover it.
         """
         terms = self.entries[0].body
         if round_ > self.rounds or round_ < 1:
@@ -206,14 +179,9 @@ class Ledger:
         """Record that the policy after ``round_`` is safely on disk."""
         self._append("commit", {"round": round_})
 
+    # A book's counter only rises: one restored from a backup is behind some ledger.
     def note_book(self, entry: dict[str, Any], *, resumed: bool = False) -> None:
-        """Record the run's place in a budget book, before the first charge and when it is resumed.
-
-        Args:
-            entry: The book's identifier, the reservation's number, the book's counter. The counter
-                only rises, so a book that was restored from a backup is behind some ledger.
-            resumed: Add a nonce, by which the book tells this ledger from copies of it.
-        """
+        """Record the run's place in a budget book, before the first charge and on resuming."""
         if resumed:
             entry = {**entry, "nonce": new_nonce()}
         if entry not in [e.body for e in self.entries if e.kind == "book"][-1:]:
@@ -223,13 +191,6 @@ class Ledger:
         """Check the round of the latest checkpoint against the ledger.
 
         A commit that a crash kept out of the ledger is appended here.
-
-        Args:
-            saved: Round of the checkpoint; 0 if there is none.
-
-        Raises:
-            DprlhfError: the checkpoint is ahead of the ledger, so lines at the ledger's end were
-                lost (which the hash chain cannot detect), or behind it, so it is not the latest.
         """
         committed = max((e.body["round"] for e in self.entries if e.kind == "commit"), default=0)
         if saved and saved not in self.charged:
@@ -251,11 +212,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Entry]:
-    """Read and verify a ledger file.
-
-    Raises:
-        DprlhfError: a line is not an entry, or the chain of hashes is broken.
-    """
+    """Read and verify a ledger file."""
     entries: list[Entry] = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         previous = entries[-1].hash if entries else _GENESIS
@@ -274,11 +231,7 @@ def read_ledger(path: Path) -> list[Entry]:
 
 
 def read_opened(path: Path) -> list[Entry]:
-    """Read and verify the ledger file of a started run, whose first entry holds its terms.
-
-    Raises:
-        DprlhfError: as :func:`read_ledger`, or the first entry does not hold the terms.
-    """
+    """Read and verify the ledger file of a started run, whose first entry holds its terms."""
     entries = read_ledger(path)
     if not entries:
         raise DprlhfError(f"{path}: empty; what this run spent is not known")
@@ -300,11 +253,7 @@ def opened_terms(path: Path) -> dict[str, Any]:
 
 
 def charged_rounds(path: Path) -> list[int]:
-    """Return the numbers of the charged rounds in a ledger file, in order.
-
-    Raises:
-        DprlhfError: as :func:`read_opened`.
-    """
+    """Return the numbers of the charged rounds in a ledger file, in order."""
     return sorted(e.body["round"] for e in read_opened(path) if e.kind == "charge")
 
 

@@ -22,16 +22,7 @@ _NEAR = np.array([0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
 
 
 def plan_within(max_guess: float, *, delta: float, **settings: Any) -> Plan:
-    """Return the plan with about the least noise at which no guess at even odds does better.
-
-    Args:
-        max_guess: Largest probability, above ½, that a guess whether a user took part is right.
-        delta: δ of the guarantee.
-        settings: The others of :func:`~dprlhf.privacy.plan.make_plan`, without ε and noise.
-
-    Raises:
-        DprlhfError: A value is out of range.
-    """
+    """Return the plan with about the least noise at which no guess at even odds does better."""
     draft = make_plan(delta=delta, noise_multiplier=0.0, **settings)
     z = noise_multiplier(draft.mechanism, max_guess, delta)
     return make_plan(delta=delta, noise_multiplier=z, **settings)
@@ -43,14 +34,6 @@ def noise_multiplier(mechanism: Mechanism, max_guess: float, delta: float) -> fl
 
     A cheap estimate finds where to look, and :func:`risk` has the last word: its bound is at most
     ``max_guess`` at what is returned, and nearly as large.
-
-    Args:
-        mechanism: A run's; its own noise is ignored.
-        max_guess: Largest probability that a guess whether a person took part is right.
-        delta: δ of the run.
-
-    Raises:
-        DprlhfError: ``max_guess`` is not above ½ and below 1, or so near ½ that no bound is.
 
     >>> noise_multiplier(Mechanism(0.0, 8, "fixed"), 0.6915, 1e-5) < 1.002
     True

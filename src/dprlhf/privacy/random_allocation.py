@@ -62,17 +62,10 @@ _NODES, _NODE_WEIGHTS = (_GAUSS_NODES + 1) / 2, _GAUSS_WEIGHTS / 2  # on [0, 1]
 
 @dataclass(frozen=True)
 class Bracket:
-    """Certified bounds on one value of a privacy curve.
+    """Certified bounds on one value of a privacy curve."""
 
-    Attributes:
-        upper: Upper bound on δ(ε).
-        lower: Lower bound on δ at ``epsilon_lower``.
-        epsilon_lower: Value slightly below ε where ``lower`` holds; minus infinity where no lower
-            bound was certified.
-    """
-
-    upper: float
-    lower: float
+    upper: float  # Upper bound on δ(ε)
+    lower: float  # Lower bound on δ at epsilon_lower
     epsilon_lower: float
 
 
@@ -221,12 +214,7 @@ def power(base: npt.NDArray[np.complex128], exponent: int) -> npt.NDArray[np.com
 def _payoff(
     lattice: _Lattice, rounds: int, threshold: float, plan: _Plan, side: Side, lower: bool
 ) -> tuple[float, float, float]:
-    """Return E[(S' - C)_+] (remove) or E[(C - S')_+] (add) over the lattice atoms, divided by C.
-
-    Returns:
-        The value, and the largest errors by which it may be too small and, for a ``lower`` bound,
-        too large.
-    """
+    """Return E[(S' - C)_+] (remove) or E[(C - S')_+] (add) over the lattice atoms, divided by C."""
     sign = 1.0 if side == "remove" else -1.0
     n, theta, h = plan.size, plan.tilt, lattice.step / threshold
     y = lattice.atoms * h
@@ -316,20 +304,7 @@ def bracket(
     *,
     lower: bool = True,
 ) -> Bracket:
-    """Bound one point of the privacy curve of one-out-of-``rounds`` random allocation.
-
-    Args:
-        noise: Noise multiplier z, from ``SMALLEST_NOISE`` to ``LARGEST_NOISE``.
-        rounds: Number T of rounds, at least 2.
-        epsilon: Argument ε of the curve, at least 0 and at most ``LARGEST_EPSILON``.
-        side: Direction: ``"remove"`` for E[(S/T - e^eps)_+], ``"add"`` for E[(1 - e^eps S/T)_+].
-        precision: Relative increase of ε that the lattice may cause, as an estimate. The bound is
-            rigorous at any value.
-        lower: Whether the lower bound is asked for.
-
-    Returns:
-        Rigorous upper bound on δ, and for ``"remove"`` a certified lower bound if asked for.
-    """
+    """Bound one point of the privacy curve of one-out-of-``rounds`` random allocation."""
     sigma = 1 / noise
     if side == "add":
         threshold = rounds * math.exp(-epsilon)

@@ -20,11 +20,7 @@ emptied, and the user still counts in N and in the divisor kN/T. Where neighbour
 
 
 def check_adjacency(adjacency: str) -> None:
-    """Refuse a word that names no neighbouring relation, and so no sensitivity either.
-
-    Raises:
-        DprlhfError: The word is not one of :data:`Adjacency`.
-    """
+    """Refuse a word that names no neighbouring relation, and so no sensitivity either."""
     if adjacency not in get_args(Adjacency):
         raise DprlhfError(
             f"adjacency {adjacency!r} is unknown: use one of {', '.join(get_args(Adjacency))}"

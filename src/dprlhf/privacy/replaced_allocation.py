@@ -43,14 +43,7 @@ _NODES, _NODE_WEIGHTS = (_GAUSS_NODES + 1) / 2, _GAUSS_WEIGHTS / 2  # on [0, 1]
 
 @functools.lru_cache(2**14)  # a run and its total ask for the same points of one curve
 def delta(noise: float, rounds: int, epsilon: float, rough: bool = False) -> float:
-    """Return an upper bound on δ(ε), at most 1; 1 where nothing can be computed.
-
-    Args:
-        noise: Noise multiplier z.
-        rounds: Number T of rounds.
-        epsilon: ε, at least 0.
-        rough: Take a coarser lattice; the bound is rigorous in both cases.
-    """
+    """Return an upper bound on δ(ε), at most 1; 1 where nothing can be computed."""
     sigma = 1 / noise
     if not 0 <= epsilon <= LARGEST_EPSILON or not 0.05 <= sigma <= 8 or rounds < 2:
         return 1.0
@@ -71,16 +64,7 @@ def delta(noise: float, rounds: int, epsilon: float, rough: bool = False) -> flo
 def epsilon(
     noise: float, rounds: int, delta_: float, low: float, high: float, rough: bool = False
 ) -> float:
-    """Return an ε in [low, high] whose δ is at most ``delta_``; ``high`` where none is found.
-
-    Args:
-        noise: Noise multiplier z.
-        rounds: Number T of rounds.
-        delta_: The δ to stay within.
-        low: Lower end of the search.
-        high: Upper end, an ε that is known to hold.
-        rough: As for :func:`delta`.
-    """
+    """Return an ε in [low, high] whose δ is at most ``delta_``; ``high`` where none is found."""
     if not low < high <= LARGEST_EPSILON:
         return high
 
@@ -112,11 +96,6 @@ def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
     convex in e^ε: no chord between points above it crosses it, so the lower convex hull of the
     bounds is a bound. It is the sharper one near ε = 0, where :func:`delta` has little to hold on
     to, and loss distributions of bounds that are not convex would gain mass (proof note, step 10).
-
-    Args:
-        noise: Noise multiplier z.
-        rounds: Number T of rounds.
-        epsilons: Increasing from 0, ``[points]``.
     """
     given = [(delta(noise, rounds, e, rough=True), gaussian_delta(noise / 2, e)) for e in epsilons]
     found, t = np.min(given, axis=1), epsilons[:0:-1]

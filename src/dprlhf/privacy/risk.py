@@ -35,26 +35,15 @@ _FLOAT_ERROR = 1e-12  # by which a Gaussian's curve may have been rounded up
 
 @dataclass(frozen=True)
 class Risk:
-    """Upper bounds on what any test of the releases can gain about a person.
-
-    Attributes:
-        best_guess: Probability that a guess whether the person took part is right, at even odds.
-        prior: Probability that the person took part, as the guesser knows beforehand.
-        best_guess_at_prior: The same as ``best_guess``, at that prior.
-        tpr_at_fpr: Largest true-positive rate, of "took part" or of "did not", by false-positive
-            rate.
-        gdp_mu: μ such that every true-positive rate is at most Φ(Φ⁻¹(fpr) + μ) + δ.
-        delta: That δ.
-        people: Number of people who all took part, or of whom none did.
-    """
+    """Upper bounds on what any test of the releases can gain about a person."""
 
     best_guess: float
-    prior: float
-    best_guess_at_prior: float
+    prior: float  # Probability that the person took part, as the guesser knows beforehand
+    best_guess_at_prior: float  # The same as best_guess, at that prior
     tpr_at_fpr: dict[str, float]
-    gdp_mu: float
-    delta: float
-    people: int
+    gdp_mu: float  # μ such that every true-positive rate is at most Φ(Φ⁻¹(fpr) + μ) + δ
+    delta: float  # That δ
+    people: int  # Number of people who all took part, or of whom none did
 
 
 def risk(
@@ -67,17 +56,6 @@ def risk(
     people: int = 1,
 ) -> Risk:
     """Return the risk of several runs together; of one run alone with one mechanism.
-
-    Args:
-        mechanisms: One per run, as for :func:`dprlhf.privacy.composition.total_epsilon`.
-        delta: δ that the Gaussian-DP μ leaves out.
-        shared: Whether runs i and j may have a user in common; None: all may.
-        times: Number of times each was run on the same users; None: once each.
-        prior: Probability that the person took part, before anything is released.
-        people: Number of people who took part together, or did not.
-
-    Raises:
-        DprlhfError: a value is out of range, a run has no noise, or the runs differ in adjacency.
 
     >>> f"{risk([Mechanism(1.0, 1, 'fixed')], 1e-5).best_guess:.4f}"
     '0.6915'
@@ -178,16 +156,7 @@ def _curve(
 def _of_people(
     curve: Floats, opposite: Floats, step: float, steps: int, noise: float, people: int
 ) -> Floats:
-    """Return one side's curve for several people, at ε from -steps to steps, ``[2 steps + 1]``.
-
-    Args:
-        curve: Upper bounds on one side's δ for one person, ``_PARTS`` steps apart from ε = 0.
-        opposite: The other side's.
-        step: Step of ε.
-        steps: How far the result reaches.
-        noise: Noise multiplier of a Gaussian release that covers the runs.
-        people: Number of people.
-    """
+    """Return one side's curve for several people, at ε from -steps to steps, ``[2 steps + 1]``."""
     at = np.arange(steps + 1.0) * step
     growth = np.exp(at)
 

@@ -70,15 +70,10 @@ interval, over σ + 4; the proof shows less than half of it."""
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid on which a sum is released.
+    """The grid on which a sum is released."""
 
-    Attributes:
-        spacing: Distance γ of its points, a power of two.
-        std: Standard deviation σ of the noise before its rounding, in units of γ.
-    """
-
-    spacing: float
-    std: Fraction
+    spacing: float  # Distance γ of its points, a power of two
+    std: Fraction  # Standard deviation σ of the noise before its rounding, in units of γ
 
 
 @functools.lru_cache(64)
@@ -87,11 +82,6 @@ def grid_of(noise_multiplier: float, clip_norm: float, dimension: int) -> Grid:
 
     The noise covers the rounding: sums of neighbours that are at most S apart in L2 norm are at
     most S/γ + √d units apart when each coordinate is rounded, hence σ = z(S/γ + ⌈√d⌉).
-
-    Args:
-        noise_multiplier: Noise multiplier z, above 0.
-        clip_norm: Clip norm S.
-        dimension: Number d of coordinates.
     """
     spacing = math.ldexp(1.0, math.frexp(noise_multiplier * clip_norm)[1] - 1 - BITS)
     root = math.isqrt(max(0, dimension - 1)) + 1
@@ -104,19 +94,12 @@ def rounded_gaussian(
     *context: str | int,
     std: Fraction,
     count: int,
-    offset: tuple[Integers, int] | None = None,
+    offset: tuple[Integers, int] | None = None,  # [count]
 ) -> torch.Tensor:
     """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers.
 
     Each block of 2¹⁵ coordinates has a stream of its own, and is drawn within the cache; threads
     take four blocks at once. (In steps over one block they wait for Python's lock.)
-
-    Args:
-        key: Secret key of the stream.
-        context: Name of this use of the key.
-        std: Standard deviation σ before rounding, in units of the grid.
-        count: Number of draws.
-        offset: Numerators, ``[count]``, and common denominator of f in [0, 1); None for f = 0.
     """
     table, noise = _table(std), np.empty(count)
     threads = max(1, min(torch.get_num_threads(), count // (_TOGETHER * _BLOCK)))
@@ -161,18 +144,11 @@ class _Room:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """The polynomials of σQ(V), one for each narrow interval of V, from the smallest V on.
+    """The polynomials of σQ(V), one for each narrow interval of V, from the smallest V on."""
 
-    Attributes:
-        std: σ.
-        powers: Coefficients of σQ in the distance from the interval's middle, in units of 2⁻⁶⁴,
-            ``[4, intervals]``.
-        slack: Bound on the error of all float64 arithmetic in the interval, ``[intervals]``.
-    """
-
-    std: Fraction
-    powers: Array
-    slack: Array
+    std: Fraction  # σ
+    powers: Array  # [4, intervals]
+    slack: Array  # Bound on the error of all float64 arithmetic in the interval, [intervals]
 
 
 @functools.lru_cache(16)
@@ -201,16 +177,7 @@ def _table(std: Fraction) -> _Table:
 
 
 def _narrowed(powers: Array, half: Array) -> Array:
-    """Return the polynomials around the middles of the narrow intervals, without their ends.
-
-    Args:
-        powers: Coefficients around the middles of the wide intervals, ``[degree + 1, intervals]``.
-        half: Half of a wide interval, ``[intervals]``.
-
-    Returns:
-        ``[4, 64 · intervals]``: Σ_j (j over n) p_j rʲ⁻ⁿ for n = 0 to 3, r the distance of the
-        middles.
-    """
+    """Return the polynomials around the middles of the narrow intervals, without their ends."""
     places = (np.arange(2**_FINER) + 0.5) / 2 ** (_FINER - 1) - 1
     moved = half[:, None] * places  # exact: both are small multiples of powers of two
     found = np.empty((_CUBIC + 1, _INTERVALS, 2**_FINER))
@@ -255,12 +222,7 @@ def _derivatives(count: int) -> list[np.polynomial.Polynomial]:
 def _draw(
     table: _Table, offset: tuple[Integers, int] | None, noise: Array, room: _Room
 ) -> list[tuple[int, int]]:
-    """Write the draws of ``room.words`` into ``noise``, ``[count]``.
-
-    Returns:
-        The place and the word of each draw whose integer is not certain; what is written there is
-        not the draw.
-    """
+    """Write the draws of ``room.words`` into ``noise``, ``[count]``."""
     count = len(noise)
     words, rest, interval = room.words[:count], room.rest[:count], room.interval[:count]
     v, taken, value = room.v[:count], room.taken[:count], room.value[:count]
@@ -308,12 +270,6 @@ def _settle(std: Fraction, offset: Fraction, v: int, more: Iterator[int]) -> int
     """Return round(σQ(V) − f) by multiple-precision arithmetic, from as many bits as it takes.
 
     It is the integer k with Φ(−(k + ½ + f)/σ) ≤ V < Φ(−(k − ½ + f)/σ).
-
-    Args:
-        std: Standard deviation σ.
-        offset: The offset f.
-        v: The first 64 binary digits of V.
-        more: Further words of binary digits.
     """
     digits = 64
     while True:

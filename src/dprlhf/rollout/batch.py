@@ -19,57 +19,27 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True, repr=False)
 class Responses:
-    """All responses of one round (or of an evaluation). A row is one response.
+    """All responses of one round (or of an evaluation). A row is one response."""
 
-    Attributes:
-        tokens: Prompt and response, ``[rows, prompt + response]``; prompts are padded on the left,
-            responses on the right.
-        mask: 1 where a token is real, ``[rows, prompt + response]``.
-        prompt: Number of the prompt that a row answers, ``[rows]``; rows of a prompt are adjacent.
-        user: Number of the user that a row belongs to within the batch, ``[rows]``; in a private
-            round its rank among the round's users, those without a row included.
-        from_base: True where the row was sampled from μ, ``[rows]``.
-        texts: The responses as text, ``[rows]``.
-        prompts: The prompts in the form that the dataset has them.
-        users: Number of users in the batch, those without a row included.
-        max_new_tokens: Width of the response part, in tokens.
-        num_generations: Number of adjacent rows that answer the same prompt, token for token; a
-            public number.
-        tool_mask: 0 where a response token came from a tool or an environment, 1 where the policy
-            wrote it (TRL's ``tool_mask``), ``[rows, response]``; None where the policy wrote all.
-        completions: The responses as lists of messages, with the tools' answers among them; None
-            for responses of one turn.
-        asked: The prompts as the policy saw them, with the first observation of an environment,
-            ``[rows]``; None where they are those of ``prompts``.
-        extra: Further values for the rewards by name, ``[rows]`` each, such as the rows'
-            ``environments``.
-        failed: True where a trajectory broke off with an error, ``[rows]``; its user contributes
-            zero. None where nothing can fail.
-        left_out: True where a response counts in no update, because it did not end,
-            ``[rows]``; None where all count.
-        kept: What the model computed as it sampled the responses; None where nothing was kept.
-        grid: The number of the row at each place, −1 where there is none, ``[users, prompts,
-            responses]``. A private round has it from the allocation and public numbers
-            (:attr:`Prompts.grid`); by default the rows stand one after the other.
-    """
-
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    prompt: NDArray[np.int64]
-    user: NDArray[np.int64]
-    from_base: NDArray[np.bool_]
-    texts: list[str]
-    prompts: Prompts
-    users: int
-    max_new_tokens: int
-    num_generations: int = 1
-    tool_mask: torch.Tensor | None = None
+    tokens: torch.Tensor  # [rows, prompt + response]
+    mask: torch.Tensor  # 1 where a token is real, [rows, prompt + response]
+    prompt: NDArray[np.int64]  # [rows]; rows of a prompt are adjacent
+    user: NDArray[np.int64]  # [rows]; in a private round the rank among the round's users
+    from_base: NDArray[np.bool_]  # True where the row was sampled from μ, [rows]
+    texts: list[str]  # The responses as text, [rows]
+    prompts: Prompts  # The prompts in the form that the dataset has them
+    users: int  # Number of users in the batch, those without a row included
+    max_new_tokens: int  # Width of the response part, in tokens
+    num_generations: int = 1  # adjacent rows that answer the same prompt; a public number
+    tool_mask: torch.Tensor | None = None  # 0 where a tool wrote the token, [rows, response]
     completions: list[list[dict[str, Any]]] | None = None
-    asked: list[Any] | None = None
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    failed: NDArray[np.bool_] | None = None
-    left_out: NDArray[np.bool_] | None = None
+    asked: list[Any] | None = None  # prompts with an environment's first observation, [rows]
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # further values for rewards, [rows]
+    failed: NDArray[np.bool_] | None = None  # its user contributes zero, [rows]
+    left_out: NDArray[np.bool_] | None = None  # did not end, counts in no update, [rows]
     kept: Kept | None = None
+    # The row at each place, −1 for none, [users, prompts, responses]; a private round has it from
+    # the allocation and public numbers alone.
     grid: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
@@ -151,9 +121,6 @@ class Responses:
 
         A place without a row has a filler, which belongs to no user: one token repeated after a
         prompt of one token.
-
-        Args:
-            rows: The number of the row at each place, −1 where there is none.
         """
         filler = torch.from_numpy(rows < 0)
         tokens, mask = self.tokens[rows], self.mask[rows]  # −1 is a row, too: it is written over
@@ -162,12 +129,7 @@ class Responses:
         return tokens, mask
 
     def replay(self, rows: NDArray[np.int64], shared_rows: int) -> Replay | None:
-        """Return what sampling kept of a micro-batch; None where it kept nothing.
-
-        Args:
-            rows: Row numbers, as for :meth:`micro_batch`.
-            shared_rows: Number of rows that go behind one copy of their prompt.
-        """
+        """Return what sampling kept of a micro-batch; None where it kept nothing."""
         if self.kept is None:
             return None
         sizes = {"width": self.width, "length": self.max_new_tokens, "shared_rows": shared_rows}
@@ -185,13 +147,7 @@ _WIDTH_STEP = 16
 
 
 def prompt_width(prompts: Prompts, tokens: Sequence[Sequence[int]], longest: int) -> int:
-    """Return the number of columns of the prompt part.
-
-    Args:
-        prompts: The prompts. Those of a private round have the public bound, whatever they are.
-        tokens: Their tokens; of public prompts the longest decides, in steps of 16.
-        longest: The public bound on a prompt's length in tokens.
-    """
+    """Return the number of columns of the prompt part."""
     if prompts.round_users is not None:
         return longest
     widest = max(map(len, tokens), default=0)
@@ -199,12 +155,7 @@ def prompt_width(prompts: Prompts, tokens: Sequence[Sequence[int]], longest: int
 
 
 def rows_of(prompts: Prompts, each: int) -> dict[str, Any]:
-    """Return the fields of :class:`Responses` that say which rows there are, and where.
-
-    Args:
-        prompts: The prompts.
-        each: The number of adjacent rows of each.
-    """
+    """Return the fields of :class:`Responses` that say which rows there are, and where."""
     number, users = prompts.numbers
     grid = prompts.grid[..., None]
     return {
@@ -217,12 +168,7 @@ def rows_of(prompts: Prompts, each: int) -> dict[str, Any]:
 
 
 def in_batches(places: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    """Cut places into batches of a fixed size, and yield those that have more than fillers.
-
-    Args:
-        places: What is at each place, −1 for nothing, ``[places]``.
-        size: The number of places of a batch; −1 fills up the last one.
-    """
+    """Cut places into batches of a fixed size, and yield those that have more than fillers."""
     for start in range(0, len(places), size):
         batch = places[start : start + size]
         if (batch >= 0).any():

@@ -38,15 +38,6 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     The cumulative sum runs over blocks of the vocabulary first and then inside one block, both in
     float64: in float32 a late token's mass drowns in what stands before it, and a uniform number
     can round to 1. A block's own mass is summed in float32, which errs no more than the softmax.
-
-    Args:
-        logits: Logits, ``[rows, vocabulary]``.
-        uniforms: Uniform random numbers in (0, 1), float64, ``[rows, draws]``.
-        temperature: Divides the logits.
-
-    Returns:
-        Token ids, ``[rows, draws]``; never one of probability zero. A row whose logits are NaN
-        gets the last token, and its gradient counts as zero.
     """
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
     mass = scaled.softmax(1)
@@ -70,24 +61,12 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
 
 def draw(
     policy: CausalLMPolicy,
-    logits: torch.Tensor,
-    uniforms: torch.Tensor,
-    prompts: torch.Tensor,
-    written: torch.Tensor,
+    logits: torch.Tensor,  # Logits, [rows, vocabulary]; before the first token, a row is a prompt
+    uniforms: torch.Tensor,  # Uniform random numbers, [rows, draws]
+    prompts: torch.Tensor,  # [prompts, any]
+    written: torch.Tensor,  # [responses, step]
 ) -> torch.Tensor:
-    """Return the next token of each response, from the distribution that the policy states.
-
-    Args:
-        policy: The policy, with its temperature, top-k and so on.
-        logits: Logits, ``[rows, vocabulary]``; before the first token, a row is a prompt.
-        uniforms: Uniform random numbers, ``[rows, draws]``.
-        prompts: Tokens of the prompts, ``[prompts, any]``; those of one prompt in any order.
-        written: What the responses have so far, ``[responses, step]``, those to one prompt
-            adjacent.
-
-    Returns:
-        Token ids, ``[rows, draws]``.
-    """
+    """Return the next token of each response, from the distribution that the policy states."""
     sampling, step = policy.sampling, written.shape[1]
     if sampling.plain:
         return inverse_cdf(logits, uniforms, policy.temperature)
@@ -105,32 +84,14 @@ def draw(
 def decode(
     policy: CausalLMPolicy,
     prompts: Sequence[list[int] | None],
-    uniforms: torch.Tensor,
+    uniforms: torch.Tensor,  # [prompts, num_generations, max_new_tokens]
     *,
     width: int,
     room: Sequence[int] | None = None,
     static: StaticSteps | None = None,
-    watch: Callable[[torch.Tensor], None] | None = None,
+    watch: Callable[[torch.Tensor], None] | None = None,  # [rows, vocabulary]
 ) -> list[list[int]]:
-    """Sample several responses for each prompt, which stays at its place among the prompts.
-
-    Args:
-        policy: The policy; its adapter is on or off as the caller left it.
-        prompts: The tokens of the prompt at each place, none empty or longer than ``width``; None
-            for a filler.
-        uniforms: Uniform random numbers that decide the tokens,
-            ``[prompts, num_generations, max_new_tokens]``, float64.
-        width: Number of columns for prompts, padded on the left; one padding column comes before.
-        room: The most tokens of a response to each prompt; None for ``max_new_tokens``.
-        static: Steps over fixed tensors, of these shapes; None for steps that grow.
-        watch: Called with the logits of each step, ``[rows, vocabulary]``; the next step may write
-            over them.
-
-    Returns:
-        ``prompts · num_generations`` responses of at most ``max_new_tokens`` tokens, those to one
-        prompt adjacent; a filler's are empty. A response includes its end-of-sequence token or stop
-        string, which was sampled too.
-    """
+    """Sample several responses for each prompt, which stays at its place among the prompts."""
     size, num_generations, max_new_tokens = uniforms.shape
     device, pad = policy.device, policy.tokenizer.pad_token_id
     ids, mask = (to_device(t, device) for t in _padded(prompts, width, pad))
@@ -181,14 +142,6 @@ def try_last_step(
 
     One row writes a cache as long as at that step, and all rows get a copy of it, as the rows of
     decoding get their prompt's.
-
-    Args:
-        policy: The policy.
-        size: Number of prompts in the micro-batch.
-        width: Number of columns for prompts.
-        num_generations: Number of responses to each prompt.
-        max_new_tokens: Length of a response in tokens.
-        static: Steps over fixed tensors, of these shapes; None for steps that grow.
     """
     device, pad = policy.device, policy.tokenizer.pad_token_id
     ids, mask = (t.to(device) for t in _padded([None] * size, width, pad))
@@ -227,11 +180,7 @@ def _growing_steps(
 
 
 def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Run the model on the prompts; the output has the last place's logits and the cache.
-
-    Raises:
-        DprlhfError: The model keeps no keys and values, or keeps them elsewhere.
-    """
+    """Run the model on the prompts; the output has the last place's logits and the cache."""
     output = policy.model(
         input_ids=ids,
         attention_mask=mask,
@@ -248,24 +197,13 @@ def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> A
 
 
 class Steps:
-    """The model's inputs in the steps after the prefill, for all responses at once.
-
-    Args:
-        policy: The policy.
-        mask: Mask of the prompts, ``[prompts, 1 + width]``.
-        num_generations: Number of responses to each prompt.
-        max_new_tokens: Length of a response in tokens.
-
-    Attributes:
-        shared: Number of responses in a row of the model's input, behind one copy of their
-            prompt's keys and values.
-        prompt_of_row: The prompt of each of these rows, to reorder the cache by.
-    """
+    """The model's inputs in the steps after the prefill, for all responses at once."""
 
     def __init__(
         self, policy: CausalLMPolicy, mask: torch.Tensor, num_generations: int, max_new_tokens: int
     ) -> None:
         self._policy, self._columns = policy, mask.shape[1]
+        # Responses behind one copy of their prompt's keys and values, in one row of the input.
         self.shared = policy.shared_cache(num_generations, self._columns - 1, max_new_tokens)
         self.prompt_of_row = torch.arange(len(mask), device=mask.device).repeat_interleave(
             num_generations // self.shared
@@ -280,13 +218,7 @@ class Steps:
             self._seen = F.pad(of_rows, (0, max_new_tokens), value=1)
 
     def logits(self, tokens: torch.Tensor, step: int, cache: Any) -> torch.Tensor:
-        """Return the logits after one more token of each response, ``[responses, vocabulary]``.
-
-        Args:
-            tokens: The token of each response, ``[responses]``.
-            step: The place of these tokens in their responses, from 0.
-            cache: Keys and values of all that comes before; it grows by these tokens.
-        """
+        """Return the logits after one more token of each response, ``[responses, vocabulary]``."""
         output = self._policy.model(
             input_ids=tokens.view(-1, self.shared),
             attention_mask=self._seen[..., : self._columns + (step + 1) * self.shared],
@@ -320,12 +252,6 @@ def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: floa
     It depends on public numbers only, because a batch size decides shapes and shapes decide
     rounding. On a GPU it is what fits into half of the free memory, on a CPU at most 128 (more was
     not faster), and never more than all rows of a round need.
-
-    Args:
-        policy: Policy whose model size and device decide what fits.
-        prompt: Upper bound on a prompt's length, in tokens.
-        response: Upper bound on a response's length, in tokens.
-        rows: Number of responses that a process expects in a round.
     """
     most = _CPU_ROWS
     if policy.device.type == "cuda":

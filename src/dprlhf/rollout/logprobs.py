@@ -38,14 +38,6 @@ def token_logprobs(
 
     π_θ is the distribution that responses are sampled from, at the policy's temperature and with
     its top-k and so on.
-
-    Args:
-        policy: π_θ; inside ``policy.base()`` it is the reference policy.
-        responses: Responses of all users of the round.
-        batch_size: Rows computed at once, each at its place, so no row depends on the others.
-
-    Returns:
-        ``[rows, response]``, float64.
     """
     found = np.zeros((len(responses.user), responses.max_new_tokens))
     shared_rows = policy.shared_rows(

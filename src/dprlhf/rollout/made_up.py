@@ -13,15 +13,7 @@ from dprlhf.rollout.batch import Responses, rows_of
 
 
 def made_up_prompt(policy: CausalLMPolicy, number: int, longest: int, part: int = 0) -> list[int]:
-    """Return random tokens that follow from ``number`` and ``part`` alone.
-
-    Args:
-        policy: The policy, for the size of its vocabulary.
-        number: Number of the made-up user. Of three that follow one another, the first has prompts
-            of the largest length, the second of a single token, the third of any length.
-        longest: The largest length, in tokens.
-        part: Number of the prompt among the user's.
-    """
+    """Return random tokens that follow from ``number`` and ``part`` alone."""
     random = np.random.default_rng([7, number, part])
     lengths = longest, 1, 1 + int(random.integers(longest))
     return _tokens(policy, random, lengths[number % 3])
@@ -37,17 +29,7 @@ def made_up_responses(
     length: int,
     prompts: int = 1,
 ) -> Responses:
-    """Return rows of random tokens, a user for each number; they follow from that number alone.
-
-    Args:
-        policy: The policy, for the size of its vocabulary.
-        numbers: The number of the user at each place; None for one without a row.
-        rows: Number of rows for each prompt.
-        num_generations: Number of adjacent rows that answer the same prompt, token for token.
-        width: The largest length of a prompt in tokens.
-        length: Length of a response in tokens.
-        prompts: Number of prompts of each user.
-    """
+    """Return rows of random tokens, a user for each number; they follow from that number alone."""
     each, present = prompts * rows, [n for n in numbers if n is not None]
     tokens = torch.full((len(present) * each, width + length), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)

@@ -14,12 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class ReservedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer's keys and values, ``[rows, heads, places, size]``, with room for further places.
-
-    Args:
-        layer: The keys and values so far.
-        more: Number of places that may be added.
-    """
+    """A layer's keys and values, ``[rows, heads, places, size]``, with room for further places."""
 
     def __init__(self, layer: DynamicLayer, more: int) -> None:
         super().__init__()

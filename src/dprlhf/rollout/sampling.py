@@ -28,7 +28,8 @@ class Sampler(Protocol):
     """A way to sample responses of several turns; it keeps the promises of :func:`sample`.
 
     No row may depend on another user's rows, and all randomness comes from the key, ``context``,
-    the row's user and prompt, and the response's number.
+    the row's user and prompt, and the response's number. With ``private`` prompts an error costs
+    its user's responses and not the run, and quotes nothing.
     """
 
     def __call__(
@@ -43,36 +44,13 @@ class Sampler(Protocol):
         tick: Tick | None,
         private: bool,
     ) -> Responses:
-        """Sample ``spec.responses`` trajectories for each prompt.
-
-        Args:
-            policy: Policy π_t, with its adapter on.
-            prompts: The users' prompts.
-            spec: Rollout settings; ``batch_size`` is a number.
-            key: Key of the random stream.
-            context: Name of the use.
-            max_prompt_tokens: Longest prompt in tokens.
-            tick: Progress callback.
-            private: Whether the prompts are private: an error then costs its user's responses
-                and not the run, and quotes nothing.
-        """
+        """Sample ``spec.responses`` trajectories for each prompt."""
 
 
 def resolve_batch_size(
     spec: recipe.Rollout, policy: CausalLMPolicy, *, rows: float, max_prompt_tokens: int
 ) -> recipe.Rollout:
-    """Choose the batch size of a run for this machine, and start vLLM if the recipe asks for it.
-
-    Args:
-        spec: Rollout settings; ``batch_size: auto`` becomes a number that the run keeps, and CUDA
-            graphs are chosen on a GPU.
-        policy: The policy, on the device where it will sample.
-        rows: Number of responses that a process expects in a round, a public number.
-        max_prompt_tokens: Upper bound on a prompt's length, in tokens.
-
-    Raises:
-        DprlhfError: vLLM, or CUDA graphs, cannot sample this policy.
-    """
+    """Choose the batch size of a run for this machine, and start vLLM if the recipe asks for it."""
     if spec.backend == "vllm":
         from dprlhf.rollout import vllm
 
@@ -94,11 +72,6 @@ def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int)
     """Return settings to sample PUBLIC prompts in the fewest micro-batches, with few filler rows.
 
     The shapes follow from the number of prompts, so this is not for private ones.
-
-    Args:
-        spec: Rollout settings, in which ``batch_size`` is a number.
-        prompts: Number of prompts.
-        responses: Number of responses to each, all from the policy.
     """
     assert spec.batch_size != "auto"
     batches = max(1, -(-prompts * responses // spec.batch_size))
@@ -115,15 +88,7 @@ def keeps_outputs(
     max_prompt_tokens: int,
     gradients: bool = True,
 ) -> bool:
-    """Return whether sampling can keep what it computes, and has the memory for it.
-
-    Args:
-        policy: The policy.
-        spec: Rollout settings.
-        rows: Number of responses that a process expects in a round, a public number.
-        max_prompt_tokens: Upper bound on a prompt's length, in tokens.
-        gradients: Whether it is kept for a gradient pass, or for log-probabilities alone.
-    """
+    """Return whether sampling can keep what it computes, and has the memory for it."""
     if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
         return False
     if spec.cuda_graphs:  # a graph calls no hook
@@ -179,23 +144,13 @@ def sample(
 ) -> Responses:
     """Sample ``spec.responses`` responses for each prompt.
 
+    A row's draws depend on the key, ``context`` (the name of the use), the row's user and prompt,
+    and the response's number, on nothing else.
+
     A policy with a ``sampler`` of its own, such as an agent, acts in several turns.
 
     With ``base_policy: reference`` the first half of a prompt's rows come from μ (the adapter
     off) and the rest from π_t; with ``on-policy`` all come from π_t.
-
-    Args:
-        policy: Policy π_t, with its adapter on.
-        prompts: The users' prompts.
-        spec: Rollout settings; ``batch_size`` is a number.
-        key: Key of the random stream; a row's draws depend on the key, ``context``, its user, the
-            prompt and the response's number, and on nothing else.
-        context: Name of the use, so that no two uses share random numbers.
-        max_prompt_tokens: Longest prompt in tokens; a longer one keeps its last tokens.
-        tick: Progress callback, called with the number of rows done since the last call.
-        private: Whether the prompts are private, for :class:`Sampler`.
-        keep: Whether to keep what the model computes, for the gradients of these responses or for
-            log-probabilities alone (:mod:`dprlhf.policies.kept`), where :func:`keeps_outputs`.
     """
     if policy.sampler is not None:
         found: Responses = policy.sampler(
@@ -340,13 +295,7 @@ def draws_of(
 def prompts_at_once(
     policy: CausalLMPolicy, batch_size: int, num_generations: int
 ) -> tuple[int, int]:
-    """Return how many prompts a micro-batch of sampling has, and how many responses to each.
-
-    Args:
-        policy: The policy; one that mixes the rows of a pass takes one prompt, which is one user's.
-        batch_size: Largest number of responses in a micro-batch.
-        num_generations: Number of responses to a prompt from one policy.
-    """
+    """Return how many prompts a micro-batch of sampling has, and how many responses to each."""
     limit = min(num_generations, batch_size)
     together = max(c for c in range(1, limit + 1) if num_generations % c == 0)
     return (1 if policy.mixes_rows else batch_size // together), together
@@ -355,10 +304,10 @@ def prompts_at_once(
 def generate_rows(
     policy: CausalLMPolicy,
     prompts: Sequence[list[int]],
-    draws: torch.Tensor,
+    draws: torch.Tensor,  # Uniform draws, [prompts, num_generations, max_new_tokens]
     spec: recipe.Rollout,
     *,
-    places: NDArray[np.int64],
+    places: NDArray[np.int64],  # [places]
     width: int,
     room: Sequence[int] | None = None,
     kept: Kept | None = None,
@@ -368,16 +317,6 @@ def generate_rows(
     A micro-batch has a number of places that follow one another, and all have one width. All
     responses to a prompt share its prefill, or the largest divisor of their number that fits into a
     micro-batch. A filler has the row number −1.
-
-    Args:
-        policy: The policy.
-        prompts: Their tokens.
-        draws: Uniform draws, ``[prompts, num_generations, max_new_tokens]``.
-        spec: Rollout settings.
-        places: The number of the prompt at each place, −1 where there is none, ``[places]``.
-        width: Number of columns for prompts.
-        room: The most tokens of a response to each prompt; None for ``max_new_tokens``.
-        kept: Where to keep what the model computes; None keeps nothing.
     """
     _, num_generations, max_new_tokens = draws.shape
     assert spec.batch_size != "auto", (

@@ -29,14 +29,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer's keys and values at full size, ``[rows, heads, places, size]``, written in place.
-
-    Args:
-        layer: The keys and values of the prompts; their shape is taken and nothing else.
-        rows: Number of rows.
-        places: Number of places that there will ever be.
-        now: The places that the next step writes, ``[places of a step]``; the caller moves them on.
-    """
+    """A layer's keys and values at full size, ``[rows, heads, places, size]``, written in place."""
 
     def __init__(self, layer: DynamicLayer, rows: int, places: int, now: torch.Tensor) -> None:
         super().__init__()
@@ -50,10 +43,6 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
 
         What is masked is multiplied by zero, and zero times a NaN is a NaN: one that an earlier
         micro-batch left behind would reach the users of this one.
-
-        Args:
-            layer: The keys and values of the prompts.
-            row_of: The prompt of each row, ``[rows]``.
         """
         columns = layer.keys.shape[2]
         for room, given in ((self.keys, layer.keys), (self.values, layer.values)):
@@ -73,22 +62,6 @@ class StaticSteps:
     """The steps after the prefill, all of one shape; for any number of micro-batches in turn.
 
     The policy must not change meanwhile: a graph holds the memory of its parameters.
-
-    Args:
-        policy: The policy; its adapter is on or off as the caller left it.
-        size: Number of prompts in a micro-batch.
-        width: Number of columns for prompts; one padding column comes before.
-        num_generations: Number of responses to each prompt.
-        max_new_tokens: Length of a response in tokens.
-        cuda: ``torch.cuda``, or what stands in for it in a test; None does without graphs.
-
-    Attributes:
-        shared: Number of responses in a row of the model's input, behind one copy of their
-            prompt's keys and values.
-        prompt_of_row: The prompt of each of these rows.
-
-    Raises:
-        DprlhfError: The policy's model cannot make such steps.
     """
 
     def __init__(
@@ -124,12 +97,7 @@ class StaticSteps:
         self._run: Callable[[], None] | None = None
 
     def start(self, mask: torch.Tensor, output: Any) -> None:
-        """Begin with a micro-batch's prompts.
-
-        Args:
-            mask: Mask of the prompts, ``[size, 1 + width]``.
-            output: The model's output on the prompts, with its cache and the last place's logits.
-        """
+        """Begin with a micro-batch's prompts."""
         given = output.past_key_values
         if self._run is None:
             self._prepare(given, output.logits)
@@ -147,11 +115,6 @@ class StaticSteps:
         """Return the logits after one more token of each response, ``[responses, vocabulary]``.
 
         The next step writes over them.
-
-        Args:
-            tokens: The token of each response, ``[responses]``.
-            step: Not used: the steps follow one another.
-            cache: Not used: the keys and values are kept here.
         """
         assert self._run is not None
         assert self._logits is not None
@@ -191,13 +154,7 @@ class StaticSteps:
 
 
 def captured(step: Callable[[], None], cuda: Any) -> Callable[[], None]:
-    """Capture a step as a CUDA graph; what is returned repeats it.
-
-    Args:
-        step: Works on fixed tensors and asks the GPU for no value. It runs once first, so that
-            libraries set themselves up; what these tensors hold is set afterwards.
-        cuda: ``torch.cuda``.
-    """
+    """Capture a step as a CUDA graph; what is returned repeats it."""
     side = cuda.Stream()
     side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
@@ -211,12 +168,7 @@ def captured(step: Callable[[], None], cuda: Any) -> Callable[[], None]:
 
 
 def check_static(policy: CausalLMPolicy) -> None:
-    """Refuse policies whose steps cannot be made over fixed tensors.
-
-    Raises:
-        DprlhfError: The model looks back a fixed distance, keeps a state from token to token, has
-            code of its own or is not tested; or it is quantised, or sharded over processes.
-    """
+    """Refuse policies whose steps cannot be made over fixed tensors."""
     from torch.distributed.tensor import DTensor
 
     config = getattr(policy.model, "config", None)

@@ -60,9 +60,6 @@ def generate(
     """Yield once: all row numbers of the flat ``[prompts · num_generations]``, and the responses.
 
     vLLM gets all rows in one call.
-
-    Raises:
-        DprlhfError: vLLM cannot sample this policy; see :func:`engine`.
     """
     count, num_generations, max_new_tokens = draws.shape
     if count:
@@ -81,17 +78,7 @@ def _whole(policy: CausalLMPolicy, output: Any, max_new_tokens: int) -> list[int
 
 
 def check_rows(policy: CausalLMPolicy, *, rows: float, prompt: int, response: int) -> None:
-    """Start vLLM, and refuse it where rows of these lengths do not fit or move one another.
-
-    Args:
-        policy: The policy.
-        rows: Number of responses that a process expects in a round, a public number.
-        prompt: Upper bound on a prompt's length, in tokens.
-        response: Upper bound on a response's length, in tokens.
-
-    Raises:
-        DprlhfError: See :func:`engine`; or rows are too long, or depend on others.
-    """
+    """Start vLLM, and refuse it where rows of these lengths do not fit or move one another."""
     llm = engine(policy)
     fits = llm.llm_engine.model_config.max_model_len
     if prompt + response > fits:  # a longer row would raise for all of a round's users
@@ -106,12 +93,7 @@ def check_rows(policy: CausalLMPolicy, *, rows: float, prompt: int, response: in
 
 @functools.lru_cache(maxsize=1)
 def engine(policy: CausalLMPolicy) -> Any:
-    """Start vLLM on half of the GPU's free memory, once per policy.
-
-    Raises:
-        DprlhfError: vLLM is not installed, cannot load this policy, or does not promise that a
-            row's tokens are independent of the others.
-    """
+    """Start vLLM on half of the GPU's free memory, once per policy."""
     _refuse(policy)
     # In a process of its own: the mode replaces matrix products by kernels without a backward pass.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1":

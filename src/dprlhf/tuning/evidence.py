@@ -20,12 +20,7 @@ _SHOWN = 6
 
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
-    """Write the tuned recipe: the keys of the given one, with other values where some are better.
-
-    Args:
-        tuned: The result of a search.
-        overrides: The overrides with which it was searched; they are written into the file.
-    """
+    """Write the tuned recipe: the keys of the given one, with better values where there are any."""
     own = load_recipe(source, overrides)
     keys = [override.partition("=")[0] for override in overrides]
     changes = {key: _plain(own, key) for key in keys} | tuned.best.changes

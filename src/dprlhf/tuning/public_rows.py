@@ -31,21 +31,12 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class PublicRows:
-    """Public prompts, divided by their use in stand-in runs.
+    """Public prompts, divided by their use in stand-in runs."""
 
-    Attributes:
-        spec: The recipe's section that says how the rows are read.
-        stand_ins: A ``datasets.Dataset`` of the prompts that stand in for users.
-        scoring: The prompts on which the reward of a trial is measured, followed by up to 64 to
-            which settings are fitted before a run, such as an adapter's initial value, and by those
-            to which ``update.subspace`` is fitted, if it takes the evaluation's rows.
-        scored: Number of the rows in ``scoring`` on which the reward is measured.
-    """
-
-    spec: Data
-    stand_ins: Any
+    spec: Data  # The recipe's section that says how the rows are read
+    stand_ins: Any  # A datasets.Dataset of the prompts that stand in for users
     scoring: Any
-    scored: int
+    scored: int  # Number of the rows in scoring on which the reward is measured
 
     @property
     def digest(self) -> str:
@@ -67,11 +58,6 @@ def public_rows(
     fits its settings, and stay so. The rest is shuffled, with a fixed seed, and divided. No prompt
     stands in for a user whose gradient is one of those to which ``update.subspace`` is fitted:
     along directions from its own gradient a stand-in would do better than any user.
-
-    Args:
-        file: A file of public prompts, with the columns of the recipe's data, to be taken in place
-            of the evaluation's rows.
-        rows: Public rows in memory in place of those that ``recipe.evaluation`` names.
     """
     final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
     spec = _spec(recipe, file)

@@ -43,19 +43,7 @@ Told = Callable[[str], None]
 
 
 class Search:
-    """A search that can be continued: its trials are kept in a file as they end.
-
-    Args:
-        storage: File of the trials. With the file of an earlier call, the search goes on.
-        trials: Most trials of the search in all calls; None for no limit but the time.
-        stand_ins: Number N′ of stand-ins in a run; None takes N, or fewer where the time would not
-            do for twelve trials.
-        reward: One or several reward functions in memory in place of the recipe's.
-
-    Raises:
-        DprlhfError: Optuna is not installed, the file has the trials of another search, or the
-            recipe cannot be run.
-    """
+    """A search that can be continued: its trials are kept in a file as they end."""
 
     def __init__(
         self,
@@ -95,14 +83,7 @@ class Search:
         self._before: Callable[[], None] = lambda: None
 
     def run(self, told: Told = lambda line: None, beat: Callable[[], None] = lambda: None) -> None:
-        """Run trials until the time or their number is up, then the best ones again.
-
-        Args:
-            told: Gets a line when a trial ends.
-
-        Raises:
-            KeyboardInterrupt: The search was interrupted; what has ended is kept.
-        """
+        """Run trials until the time or their number is up, then the best ones again."""
         self._before = beat
         while self._time_for_one(SEARCH_SHARE) and not self._enough():
             self._line_up()

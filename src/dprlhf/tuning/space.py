@@ -19,27 +19,16 @@ from dprlhf.recipe import UPDATE_SETTINGS, Recipe, make_recipe
 
 @dataclass(frozen=True)
 class Values:
-    """A list of values to choose from.
-
-    Attributes:
-        of: Returns the candidates for a recipe; its own value is added, and values that the recipe
-            refuses are dropped. Fewer than two leave nothing to search.
-    """
+    """A list of values to choose from."""
 
     of: Callable[[Recipe], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A range of positive numbers, searched on a logarithmic scale.
+    """A range of positive numbers, searched on a logarithmic scale."""
 
-    Attributes:
-        factor: The range is from own value / factor to own value · factor.
-        centre: Returns the middle of the range and the name of what it belongs to, for a key whose
-            scale depends on another one; None takes the recipe's own value.
-    """
-
-    factor: float
+    factor: float  # The range is from own value / factor to own value · factor
     centre: Callable[[Recipe, Recipe], tuple[float, str]] | None = None
 
 
@@ -128,31 +117,18 @@ def keys_of(asked: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One choice in a trial.
-
-    Attributes:
-        name: The parameter's name for the sampler: the key, with what its range belongs to.
-        own: The recipe's own value, or the middle of the range.
-        choices: The values to choose from, each as JSON; None for a range.
-    """
+    """One choice in a trial."""
 
     key: str
-    name: str
-    own: Any
+    name: str  # The parameter's name for the sampler: the key, with what its range belongs to
+    own: Any  # The recipe's own value, or the middle of the range
     choices: tuple[str, ...] | None = None
     low: float = 0.0
     high: float = 0.0
 
 
 def draw(own: Recipe, keys: Sequence[str], choose: Callable[[Parameter], Any]) -> dict[str, Any]:
-    """Choose a value for each key that this recipe can search, in the order of the table.
-
-    Args:
-        choose: Returns the value of a parameter: one of its choices as JSON, or a number.
-
-    Returns:
-        The chosen value by key, without keys whose choice is the recipe's own.
-    """
+    """Choose a value for each key that this recipe can search, in the order of the table."""
     changes: dict[str, Any] = {}
     recipe = own
     for key in keys:

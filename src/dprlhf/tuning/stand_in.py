@@ -69,32 +69,18 @@ class StoppedEarlyError(DprlhfError):
 
 @dataclass(frozen=True)
 class StandInRun:
-    """The result of a stand-in run; everything in it comes from public prompts.
+    """The result of a stand-in run; everything in it comes from public prompts."""
 
-    Attributes:
-        plan: The plan of the private run that was imitated, with its guarantee.
-        stand_ins: Number N′ of stand-ins.
-        prompts: Number n of distinct public prompts that they were drawn from.
-        dimension: Number d of coordinates that a round releases of its gradient: of the trained
-            parameters, or of ``update.subspace``.
-        before: Mean reward of the base model on the scoring prompts.
-        after: Mean reward of the tuned policy on the same prompts.
-        rise: The mean of after − before on the same prompts and draws.
-        curve: The evaluations in order, (round, mean reward), from round 0 to round T.
-        kl: KL(π ‖ base) of a response at the end, in nats.
-        penalty: The KL penalty at the end, ``kl.beta`` · kl, in units of the reward.
-    """
-
-    plan: Plan
-    stand_ins: int
-    prompts: int
+    plan: Plan  # The plan of the private run that was imitated, with its guarantee
+    stand_ins: int  # Number N′ of stand-ins
+    prompts: int  # Number n of distinct public prompts that they were drawn from
     dimension: int
-    before: RewardEstimate
-    after: RewardEstimate
-    rise: RewardEstimate
+    before: RewardEstimate  # Mean reward of the base model on the scoring prompts
+    after: RewardEstimate  # Mean reward of the tuned policy on the same prompts
+    rise: RewardEstimate  # The mean of after − before on the same prompts and draws
     curve: list[tuple[int, float]]
-    kl: float
-    penalty: float
+    kl: float  # KL(π ‖ base) of a response at the end, in nats
+    penalty: float  # The KL penalty at the end, kl.beta · kl, in units of the reward
     seconds: float
 
     @property
@@ -115,14 +101,7 @@ class StandInRun:
 
 
 def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
-    """Return a bound on the variance that thinning adds to a round's mean, over that of the noise.
-
-    Args:
-        stand_ins: Number N′ of stand-ins.
-
-    Returns:
-        m(N/N′ − 1)/(d z²); 0 with as many stand-ins as users, infinite without noise.
-    """
+    """Bound the variance that thinning adds to a round's mean, over that of the noise."""
     thinned = plan.users / stand_ins - 1
     if thinned <= 0:
         return 0.0
@@ -144,14 +123,7 @@ def count_users(recipe: Recipe) -> int:
 
 
 def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None) -> Plan:
-    """Return the plan of a run of stand-ins whose released means have the private run's noise.
-
-    Args:
-        stand_ins: Number N′ of stand-ins.
-
-    Returns:
-        A plan without a guarantee: its ε is infinite.
-    """
+    """Return the plan of a run of stand-ins whose released means have the private run's noise."""
     mechanism = private.mechanism
     if stand_ins < mechanism.rounds:
         raise DprlhfError(
@@ -188,16 +160,6 @@ def run_stand_ins(
 
     No private row is opened, nothing is charged or entered in a budget book, and the run folder is
     a temporary one without a guarantee, which is removed at the end.
-
-    Args:
-        stand_ins: Number N′ of stand-ins; None takes N.
-        every: Number of rounds between evaluations; None evaluates about four times.
-        reward: One or several reward functions in memory in place of the recipe's.
-        stop: Called after each evaluation during the run with the round and the mean public reward;
-            a true answer ends the run.
-
-    Raises:
-        StoppedEarlyError: ``stop`` ended the run.
     """
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))

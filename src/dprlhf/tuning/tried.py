@@ -14,24 +14,15 @@ from dprlhf.recipe import Recipe
 
 @dataclass(frozen=True)
 class Tried:
-    """Settings that were tried, with their public reward.
+    """Settings that were tried, with their public reward."""
 
-    Attributes:
-        changes: The changed keys with their values; empty for the recipe as it is.
-        score: Mean over the runs of the public reward at the end, minus the KL penalty.
-        standard_error: Standard error of its rise over the base model on the same prompts: of one
-            run over its prompts, together with that over runs.
-        kl: Mean KL(π ‖ base) of a response at the end, in nats.
-        excess: :attr:`StandInRun.excess` of these settings.
-    """
-
-    changes: dict[str, Any]
-    score: float
+    changes: dict[str, Any]  # The changed keys with their values; empty for the recipe as it is
+    score: float  # Mean over the runs of the public reward at the end, minus the KL penalty
     standard_error: float
     runs: int
     seconds: float
-    kl: float
-    excess: float = 0.0
+    kl: float  # Mean KL(π ‖ base) of a response at the end, in nats
+    excess: float = 0.0  # :attr:`StandInRun.excess` of these settings
 
     def __str__(self) -> str:
         told = f"{_runs(self.runs)}, KL {self.kl:.3g}"
@@ -40,33 +31,19 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of a search.
-
-    Attributes:
-        own: The recipe as it was, in the runs that decided.
-        best: The settings that were chosen; those of ``own`` where nothing was better.
-        decided: All settings between which the last runs decided, the best one first.
-        searched: All settings whose trials ended, in the search, the best one first.
-        failed: Messages of trials whose settings the recipe refused.
-        users: Number N of private users that the runs imitate.
-        stand_ins: Number N′ of stand-ins in a run.
-        prompts: Number of distinct public prompts that they are drawn from.
-        scored: Number of other public prompts on which the reward was measured.
-        excess: Bound on the variance that thinning adds to a round's mean in the chosen settings,
-            over that of the noise; 0 with as many stand-ins as users.
-    """
+    """The result of a search."""
 
     recipe: Recipe
-    own: Tried
-    best: Tried
-    decided: list[Tried]
-    searched: list[Tried]
+    own: Tried  # The recipe as it was, in the runs that decided
+    best: Tried  # The settings that were chosen; those of own where nothing was better
+    decided: list[Tried]  # All settings between which the last runs decided, the best one first
+    searched: list[Tried]  # All settings whose trials ended, in the search, the best one first
     stopped: int
-    failed: list[str]
-    users: int
-    stand_ins: int
-    prompts: int
-    scored: int
+    failed: list[str]  # Messages of trials whose settings the recipe refused
+    users: int  # Number N of private users that the runs imitate
+    stand_ins: int  # Number N′ of stand-ins in a run
+    prompts: int  # Number of distinct public prompts that they are drawn from
+    scored: int  # Number of other public prompts on which the reward was measured
     excess: float
 
 

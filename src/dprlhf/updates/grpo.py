@@ -51,13 +51,7 @@ def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
 def token_weights(
     responses: Responses, advantages: Array, log_ratio: Array, spec: recipe.GRPO
 ) -> Array:
-    """Return the weight of each token's ∇ log π, ``[rows, response]``.
-
-    Args:
-        advantages: Advantages divided by the user's number of responses, ``[rows]``; with rewards
-            by turn those of each token, ``[rows, response]``.
-        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
-    """
+    """Return the weight of each token's ∇ log π, ``[rows, response]``."""
     real = responses.policy_mask.numpy()
     with np.errstate(over="ignore"):  # an infinite ratio is clipped or truncated
         ratio = np.where(responses.from_base[:, None], np.exp(log_ratio), 1.0)
@@ -68,13 +62,6 @@ def token_weights(
 
 
 def surrogate_derivative(advantages: Array, ratio: Array, spec: recipe.GRPO) -> NDArray[np.float64]:
-    """Return the derivative of min(ρÂ, clip(ρ, 1 − c, 1 + c) Â) with respect to log π_θ.
-
-    Args:
-        advantages: Advantages Â, ``[rows, 1]`` or ``[rows, response]``.
-        ratio: Importance ratio ρ of each token, ``[rows, response]``.
-        spec: The settings: ``clip_range`` is c, ``LARGEST_RATIO`` truncates ρ in the
-            derivative.
-    """
+    """Return the derivative of min(ρÂ, clip(ρ, 1 − c, 1 + c) Â) with respect to log π_θ."""
     flat = np.where(advantages > 0, ratio > 1 + spec.clip_range, ratio < 1 - spec.clip_range)
     return np.where(flat, 0.0, advantages * np.minimum(ratio, LARGEST_RATIO))

@@ -45,14 +45,6 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
 
 
 def penalised(rewards: Array, log_ratio: Array, beta: float, bound: float) -> Array:
-    """Return the rewards less the penalty, clipped to [−bound, bound].
-
-    Args:
-        log_ratio: Log-ratio log π_t − log π_ref of each response token, ``[rows, response]``; 0 on
-            padding.
-
-    Returns:
-        Penalised rewards, ``[rows]``.
-    """
+    """Return the rewards less the penalty, clipped to [−bound, bound]."""
     clipped: Array = (rewards - beta * log_ratio.sum(1)).clip(-bound, bound)
     return clipped

@@ -59,16 +59,11 @@ def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:
 def response_examples(
     responses: Rows,
     scores: Scores,
-    valid: NDArray[np.bool_],
-    ratio: NDArray[np.float64],
+    valid: NDArray[np.bool_],  # [users]
+    ratio: NDArray[np.float64],  # Truncated importance ratio ρ of each row, [rows]
     baseline: str,
 ) -> Examples:
-    """Return one example for each response: feature √ρ ∇ log π(y|x) and target √ρ Â.
-
-    Args:
-        valid: Mask of the users with valid rewards, ``[users]``; the examples of others are zero.
-        ratio: Truncated importance ratio ρ of each row, ``[rows]``.
-    """
+    """Return one example for each response: feature √ρ ∇ log π(y|x) and target √ρ Â."""
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
     root = np.where(counted_rows(responses, valid), np.sqrt(ratio), 0.0)
     targets = advantage_weights(responses, scores, valid, root, baseline=baseline) * of_user

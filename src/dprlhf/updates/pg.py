@@ -55,9 +55,6 @@ def round_advantage_weights(
     """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
 
     With rewards by turn the weights are those of each token.
-
-    Args:
-        ratio: The importance ratio of each row, ``[rows]``; None means 1.
     """
     if ratio is None:
         ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
@@ -67,25 +64,13 @@ def round_advantage_weights(
 
 def advantage_weights(
     responses: Rows,
-    scores: Scores,
-    valid: NDArray[np.bool_],
-    ratio: NDArray[np.float64],
+    scores: Scores,  # [rows]
+    valid: NDArray[np.bool_],  # [users]
+    ratio: NDArray[np.float64],  # The importance ratio of each row, [rows]
     *,
     baseline: str,
 ) -> NDArray[np.float64]:
-    """Return each row's weight: advantage × importance ratio / the user's number of responses.
-
-    Args:
-        responses: The round's responses; each prompt has the same number of them.
-        scores: Rewards, ``[rows]``. With rewards by turn, the returns of the turns: a token has the
-            weight of its turn, whose baseline is from the same turn of the user's other responses
-            to the prompt.
-        valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
-        ratio: The importance ratio of each row, ``[rows]``.
-
-    Returns:
-        The weights, in the shape of the scores; with rewards by turn, ``[rows, response]``.
-    """
+    """Return each row's weight: advantage × importance ratio / the user's number of responses."""
     rewards = scores.values if scores.returns is None else scores.returns
     if not len(responses.user):
         return np.empty_like(rewards)
@@ -106,12 +91,6 @@ def advantage_weights(
 def importance_ratio(
     responses: Rows, log_ratio: NDArray[np.float64], largest: float
 ) -> NDArray[np.float64]:
-    """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``.
-
-    Args:
-        responses: The round's responses, with the mask of those that were sampled from μ.
-        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
-        largest: Upper limit at which the ratio is truncated.
-    """
+    """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``."""
     ratio = np.exp(np.minimum(log_ratio.sum(1), math.log(largest)))
     return np.where(responses.from_base, ratio, 1.0)

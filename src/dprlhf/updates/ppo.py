@@ -79,14 +79,7 @@ def _moves(
 
 
 def token_weights(responses: Responses, advantages: Array, log_ratio: Array) -> Array:
-    """Return Â min(π_t/μ, 2) over the user's number of responses, ``[rows, response]``.
-
-    Args:
-        responses: The round's responses, with the mask of those that were sampled from μ.
-        advantages: Advantages divided by the user's number of responses, ``[rows]`` or
-            ``[rows, response]``.
-        log_ratio: Log-ratio log π_t − log μ of each response token, ``[rows, response]``.
-    """
+    """Return Â min(π_t/μ, 2) over the user's number of responses, ``[rows, response]``."""
     ratio = np.exp(np.minimum(log_ratio, np.log(LARGEST_RATIO)))
     ratio = np.where(responses.from_base[:, None], ratio, 1.0)
     return (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio
@@ -95,20 +88,12 @@ def token_weights(responses: Responses, advantages: Array, log_ratio: Array) -> 
 def train_copies(
     policy: CausalLMPolicy,
     responses: Responses,
-    weights: Array,
+    weights: Array,  # Weight of each response token in the surrogate, [all rows, response]
     batch: MicroBatch,
     spec: recipe.PPO,
     bound: float,
 ) -> torch.Tensor:
-    """Train a copy for each user of a micro-batch, fillers included.
-
-    Args:
-        weights: Weight of each response token in the surrogate, ``[all rows, response]``.
-        bound: Largest ‖θ − θ₀‖ after the projection.
-
-    Returns:
-        The moves θ − θ₀, ``[users, dimension]``, not yet projected after the last step.
-    """
+    """Train a copy for each user of a micro-batch, fillers included."""
     parameter = next(iter(policy.parameters.values()))
     users = len(batch.users)
     tokens, mask = responses.micro_batch(batch.rows)
@@ -150,12 +135,7 @@ class _Passes:
     def gradient(
         self, moves: torch.Tensor, weight: torch.Tensor, clip_range: float | None
     ) -> torch.Tensor:
-        """Return the gradient at θ₀ + moves, ``[users, dimension]``; the first call is at θ₀.
-
-        Args:
-            moves: Each user's difference from θ₀, ``[users, dimension]``.
-            weight: Weight of each token, ``[users, places]``.
-        """
+        """Return the gradient at θ₀ + moves, ``[users, dimension]``; the first call is at θ₀."""
         policy, model = self._policy, self._policy.model
         total = torch.zeros_like(moves)
         first = not self._old
@@ -181,13 +161,7 @@ class _Passes:
 def surrogate(
     log_ratio: torch.Tensor, weight: torch.Tensor, clip_range: float | None
 ) -> torch.Tensor:
-    """Return Σ min(r w, clip(r, 1 − c, 1 + c) w), or Σ r w without a clip range.
-
-    Args:
-        log_ratio: Log-ratio log r = log π_θ − log π_t of each token, in any shape.
-        weight: Weight w of each token, in the same shape; weight 0 adds 0, whatever the ratio.
-        clip_range: Half-width c of the interval [1 − c, 1 + c]; None does not clip.
-    """
+    """Return Σ min(r w, clip(r, 1 − c, 1 + c) w), or Σ r w without a clip range."""
     ratio = torch.where(weight != 0, log_ratio, 0.0).exp()
     if clip_range is None:
         return (ratio * weight).sum()
@@ -200,12 +174,6 @@ def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Te
 
     The minibatches of an epoch cut a public permutation of the user's own tokens. A user with fewer
     tokens than minibatches has tokens in several, and none of its minibatches is empty.
-
-    Args:
-        real: Mask of the user's tokens, ``[users, places]``, on the CPU.
-
-    Returns:
-        The mask, ``[users, places]``.
     """
     order = torch.from_numpy(np.random.default_rng(epoch).random(real.shape[1]))
     rank = torch.where(real, order, 2.0).argsort(1).argsort(1)  # the user's tokens come first

@@ -35,7 +35,7 @@ Vectors = Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]]
 def public_gradients(
     policy: CausalLMPolicy,
     responses: Responses,
-    scores: Scores,
+    scores: Scores,  # Their rewards, [rows]
     *,
     update: recipe.PrivateUpdate,
     kl: recipe.KL,
@@ -47,13 +47,6 @@ def public_gradients(
     """Return what each public user would contribute to round t, ``[users, dimension]``.
 
     Neither clipped nor released; the policy does not move.
-
-    Args:
-        responses: Responses to PUBLIC prompts, sampled as those of the round's users.
-        scores: Their rewards, ``[rows]``.
-
-    Raises:
-        DprlhfError: The update releases something other than vectors of the policy's parameters.
     """
     round_ = _PublicRound(
         policy=policy,

@@ -71,11 +71,7 @@ def rebel(round_: PrivateRound, spec: recipe.REBEL) -> None:
 
 
 def response_pairs(responses: Responses, scores: Scores, valid: NDArray[np.bool_]) -> Examples:
-    """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′).
-
-    Args:
-        valid: Mask of the users with valid rewards, ``[users]``; the pairs of others are zero.
-    """
+    """Return the pairs: rows y, y′, y, y′, …, and targets r(x, y) − r(x, y′)."""
     rows = np.arange(len(responses.user))
     if len(rows):
         k = len(rows) // len(responses.prompts)
@@ -97,12 +93,7 @@ def _logprobs(round_: PrivateRound, spec: recipe.REBEL) -> Private[Array]:
 def loss_weights(
     responses: Responses, scores: Scores, valid: NDArray[np.bool_], moved: Array, eta: float
 ) -> Array:
-    """Return the weights of ∇ log π whose sum over a user's rows is −∇ of its loss, ``[rows]``.
-
-    Args:
-        valid: Mask of the users with valid rewards, ``[users]``; the others contribute zero.
-        moved: Log-ratio Δ = log π_θ(y|x) − log π_t(y|x) of each response, ``[rows]``.
-    """
+    """Return the weights of ∇ log π whose sum over a user's rows is −∇ of its loss, ``[rows]``."""
     if not len(responses.user):
         return np.empty(0)
     k = len(responses.user) // len(responses.prompts)

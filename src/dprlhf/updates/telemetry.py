@@ -23,24 +23,15 @@ SHARE = 0.14
 
 @dataclass(frozen=True)
 class TelemetryCoordinates:
-    """The scaled mean reward and validity of each user.
+    """The scaled mean reward and validity of each user."""
 
-    Attributes:
-        norm: Bound on the two coordinates together, ``SHARE`` · S; 0 leaves them out.
-        noise_std: Standard deviation of the noise in a coordinate released in round t.
-    """
-
-    norm: float
+    norm: float  # Bound on the two coordinates together, SHARE · S; 0 leaves them out
     reward_range: float
     noise_std: Callable[[int], float] = lambda t: 0.0
 
     @classmethod
     def from_plan(cls, plan: Plan, reward_range: float) -> TelemetryCoordinates:
-        """Return the coordinates whose norm is a share of the plan's clip norm.
-
-        Args:
-            plan: The clip norm S (1 in a baseline without clipping) and the noise.
-        """
+        """Return the coordinates whose norm is a share of the plan's clip norm."""
         scale = plan.clip_norm if math.isfinite(plan.clip_norm) else 1.0
         size = plan.expected_batch_size
         return cls(SHARE * scale, reward_range, lambda t: plan.noise_std_of(t) / size)
@@ -56,17 +47,11 @@ class TelemetryCoordinates:
 
     def of_users(
         self,
-        user: NDArray[np.int64],
-        rewards: NDArray[np.float64],
-        valid: NDArray[np.bool_],
+        user: NDArray[np.int64],  # Index of each row's user, [rows], from 0
+        rewards: NDArray[np.float64],  # The reward of each row without the KL penalty, [rows]
+        valid: NDArray[np.bool_],  # [users]
     ) -> NDArray[np.float64]:
-        """Return each user's scaled mean reward and validity, ``[users, count]``.
-
-        Args:
-            user: Index of each row's user, ``[rows]``, from 0.
-            rewards: The reward of each row without the KL penalty, ``[rows]``.
-            valid: Mask of the users with valid rewards, ``[users]``; the others are zero.
-        """
+        """Return each user's scaled mean reward and validity, ``[users, count]``."""
         users = len(valid)
         rows = np.bincount(user, minlength=users)
         mean = np.bincount(user, rewards, minlength=users) / np.maximum(rows, 1)
@@ -74,11 +59,7 @@ class TelemetryCoordinates:
         return (self._unit * both * valid[:, None])[:, : self.count]
 
     def read(self, released: Released[torch.Tensor], t: int) -> ReleasedReward:
-        """Return the noised mean reward, from the released coordinates, ``[2]``, of round t.
-
-        Raises:
-            TypeError: The coordinates did not come from the gate.
-        """
+        """Return the noised mean reward, from the released coordinates, ``[2]``, of round t."""
         reward, valid = (open_released(released, "telemetry") / self._unit).tolist()
         std = self.noise_std(t) / self._unit
         known = ReleasedReward(None, None, valid, std).known  # otherwise the ratio is mere noise
@@ -90,19 +71,12 @@ class TelemetryCoordinates:
 
 @dataclass(frozen=True)
 class ReleasedReward:
-    """The noised mean reward of a round's private users.
+    """The noised mean reward of a round's private users."""
 
-    Attributes:
-        mean: The noised mean reward; None where the noise hides it.
-        noise_std: Standard deviation of the noise in ``mean``. Sampling error comes on top.
-        valid_share: Noised number of users with valid rewards, over the expected batch size.
-        valid_std: Standard deviation of the noise in ``valid_share``.
-    """
-
-    mean: float | None
-    noise_std: float | None
-    valid_share: float
-    valid_std: float
+    mean: float | None  # The noised mean reward; None where the noise hides it
+    noise_std: float | None  # Standard deviation of the noise in mean. Sampling error comes on top
+    valid_share: float  # Noised number of users with valid rewards, over the expected batch size
+    valid_std: float  # Standard deviation of the noise in valid_share
 
     @property
     def known(self) -> bool:
@@ -123,12 +97,7 @@ class ValidShare:
     _variance: float = 0.0
 
     def add(self, noised: float, noise_std: float, expected_users: float) -> None:
-        """Count a round's released share.
-
-        Args:
-            noised: Noised number of users with valid rewards, over the expected number.
-            expected_users: Expected number of users in the round; the true one is secret.
-        """
+        """Count a round's released share."""
         self.rounds += 1
         self._users += expected_users
         self._sum += noised

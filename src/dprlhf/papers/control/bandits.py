@@ -78,17 +78,12 @@ SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
 
 @dataclass(frozen=True)
 class Bandit:
-    """The log-linear problem.
-
-    Attributes:
-        truth: Parameter w* of the mean reward, ``[d]``.
-        fresh: Features of contexts to evaluate on, ``[contexts, arms, d]``.
-    """
+    """The log-linear problem."""
 
     d: int
     arms: int
-    truth: Array
-    fresh: Array
+    truth: Array  # Parameter w* of the mean reward, [d]
+    fresh: Array  # Features of contexts to evaluate on, [contexts, arms, d]
 
     @classmethod
     def make(cls, d: int, arms: int, seed: int) -> Bandit:
@@ -135,12 +130,7 @@ def rounds_of(users: int, name: str) -> int:
 
 
 def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
-    """Return the suboptimality after one pass; NaN where the oracle refuses so few users.
-
-    Args:
-        name: ``pg``, ``rebel``, ``tabular-pg`` or ``npg/ORACLE``.
-        epsilon: Privacy loss ε; infinite for a run without noise.
-    """
+    """Return the suboptimality after one pass; NaN where the oracle refuses so few users."""
     if name == "tabular-pg":
         return _tabular(users, epsilon, seed)
     bandit = Bandit.make(d, 8, seed)

@@ -67,14 +67,9 @@ class Riverswim:
     Left always works. Right moves on with probability 0.35 (0.6 at the left bank, where it stays
     otherwise), stays with 0.6, and drifts back with 0.05. At the right bank, right stays with
     probability p and pays 1; else it drifts back. Left at the left bank pays 5/1000.
-
-    Attributes:
-        success: Probability p that swimming right at the right bank stays there.
-        blind: observations are constant. This is what the features of Rio et al., one-hot state and
-            one-hot action side by side, leave of the state: their policy has one free parameter.
     """
 
-    success: float = 0.6
+    success: float = 0.6  # Probability p that swimming right at the right bank stays there
     blind: bool = False
     states: int = 6
     actions: int = 2
@@ -158,9 +153,6 @@ class Dosing:
     versions of Gymnasium. Departures: steps of a minute instead of an adaptive solver; the constant
     meals of Dosing-0 and the smooth pulses of Dosing-1 are our own of the same hours,
     heights and widths.
-
-    Attributes:
-        varying: Dosing-1: each patient has meals of its own, another steady state and first dose.
     """
 
     varying: bool = False

@@ -29,21 +29,14 @@ class _Uniforms:
 
 @dataclass
 class Gymnasium:
-    """A task of Gymnasium, one instance a trajectory.
+    """A task of Gymnasium, one instance a trajectory."""
 
-    Attributes:
-        name: Gymnasium's registered name, for example ``CartPole-v1``.
-        reward_range: Bound R on a step's reward; rewards are clipped to [−R, R].
-        reset_draws: Uniform numbers of a reset; one is the seed of the environment's own.
-        make: Makes an instance, in place of ``gymnasium.make``.
-    """
-
-    name: str
+    name: str  # Gymnasium's registered name, for example CartPole-v1
     horizon: int
-    reward_range: float
-    reset_draws: int = 1
+    reward_range: float  # Bound R on a step's reward; rewards are clipped to [−R, R]
+    reset_draws: int = 1  # Uniform numbers of a reset; one is the seed of the environment's own
     step_draws: int = 0
-    make: Callable[[], Any] | None = None
+    make: Callable[[], Any] | None = None  # Makes an instance, in place of gymnasium.make
 
     def __post_init__(self) -> None:
         """Make one instance, to learn its spaces."""
@@ -126,19 +119,12 @@ class PlanarRobot(Gymnasium):
     alone these are the oscillators of Raffin et al. (2024, arXiv 2310.05808). Departures: one
     public period for all joints and phases; a policy linear in sine and cosine has amplitudes of
     both in the place of an amplitude and a phase.
-
-    Attributes:
-        trunk: Whether the policy sees height, angle and three velocities of the trunk.
-        period: Period of the clock that the policy sees, in seconds of simulated time; None for no
-            clock.
-        stiffness: Torque for each radian between the desired and the actual joint position.
-        damping: Torque against each radian per second of joint velocity.
     """
 
-    trunk: bool = False
+    trunk: bool = False  # Whether the policy sees height, angle and three velocities of the trunk
     period: float | None = None
     stiffness: float = 1.0
-    damping: float = 0.05
+    damping: float = 0.05  # Torque against each radian per second of joint velocity
 
     def __post_init__(self) -> None:
         """Learn the robot's spaces, then narrow the observation to what the policy sees."""

@@ -38,13 +38,7 @@ class TrajectoryPolicy(Protocol):
         """Return the parameters that training starts from, ``[d]``; public."""
 
     def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
-        """Return actions of π_θ, ``[users]`` or ``[users, actions]``.
-
-        Args:
-            theta: ``[d]`` or ``[users, d]``.
-            observations: ``[users, size]``.
-            uniforms: in (0, 1), ``[users, draws]``.
-        """
+        """Return actions of π_θ, ``[users]`` or ``[users, actions]``."""
 
 
 class ScoredPolicy(TrajectoryPolicy, Protocol):
@@ -56,11 +50,7 @@ class ScoredPolicy(TrajectoryPolicy, Protocol):
     def weighted_scores(
         self, theta: Array, observations: Array, actions: Array, weights: Array
     ) -> Array:
-        """Return Σ_t weight · ∇ log π_θ(a|s) of each trajectory, ``[users, d]``.
-
-        Args:
-            weights: ``[users, steps]``; 0 where there is no step.
-        """
+        """Return Σ_t weight · ∇ log π_θ(a|s) of each trajectory, ``[users, d]``."""
 
 
 def softmax(logits: Array) -> Array:
@@ -97,17 +87,12 @@ class LogLinearSoftmax:
     Adding the same vector to every θ_a changes nothing, so d − size directions carry the policy;
     the noise in the others does no harm. With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions
     that have an order (a torque of −1, 0 or 1): d = size.
-
-    Attributes:
-        scale: Public constants that observations are multiplied by, ``[size]``; an entry whose
-            scale is 0 is not read, and has no parameters.
-        levels: Public constants that order the actions, ``[actions]``.
     """
 
     size: int
     actions: int
-    scale: tuple[float, ...] | None = None
-    levels: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None  # [size]
+    levels: tuple[float, ...] | None = None  # Public constants that order the actions, [actions]
     draws: int = 1
 
     @property
@@ -160,16 +145,12 @@ class LogLinearSoftmax:
 
 @dataclass(frozen=True)
 class MLPSoftmax:
-    """Linear(size, hidden)-ReLU-Linear(hidden, actions)-Softmax (He & Zhou, appendix H).
-
-    Attributes:
-        scale: Public constants that observations are multiplied by, ``[size]``.
-    """
+    """Linear(size, hidden)-ReLU-Linear(hidden, actions)-Softmax (He & Zhou, appendix H)."""
 
     size: int
     actions: int
     hidden: int = 64
-    scale: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None  # [size]
     draws: int = 1
 
     @property
@@ -236,21 +217,14 @@ class MLPSoftmax:
 
 @dataclass(frozen=True)
 class LinearAction:
-    """a = center + spread · (W x + b), deterministic: only ``pgpe`` can train it.
-
-    Attributes:
-        scale: Public constants that shifted observations are multiplied by, ``[size]``.
-        shift: Public constants subtracted from observations, ``[size]``.
-        spread: Factor from W x + b to the action's distance from ``center``.
-        center: Action where W x + b is 0.
-    """
+    """a = center + spread · (W x + b), deterministic: only ``pgpe`` can train it."""
 
     size: int
     actions: int
-    scale: tuple[float, ...] | None = None
-    shift: tuple[float, ...] | None = None
-    spread: float = 1.0
-    center: float = 0.0
+    scale: tuple[float, ...] | None = None  # [size]
+    shift: tuple[float, ...] | None = None  # Public constants subtracted from observations, [size]
+    spread: float = 1.0  # Factor from W x + b to the action's distance from center
+    center: float = 0.0  # Action where W x + b is 0
     draws: int = 0
 
     @property

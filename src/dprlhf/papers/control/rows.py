@@ -21,14 +21,10 @@ from dprlhf.papers.control.trajectories import Trajectories
 
 @dataclass(frozen=True, repr=False)
 class TrajectoryRows:
-    """The rows of a round's trajectories (:class:`~dprlhf.policies.protocol.Rows`).
-
-    Attributes:
-        by_step: Whether a row is one step; else it is a whole trajectory.
-    """
+    """The rows of a round's trajectories (:class:`~dprlhf.policies.protocol.Rows`)."""
 
     chunks: list[Trajectories]
-    by_step: bool
+    by_step: bool  # Whether a row is one step; else it is a whole trajectory
 
     @property
     def users(self) -> int:
@@ -54,11 +50,7 @@ class TrajectoryRows:
         return range(len(self.user))
 
     def take(self, values: list[Array]) -> Array:
-        """Return a number for each step, ``[chunk, horizon]`` each, as the rows have them.
-
-        Returns:
-            ``[rows]`` where a row is a step, else ``[rows, horizon]``.
-        """
+        """Return a number for each step, ``[chunk, horizon]`` each, as the rows have them."""
         pairs = zip(self.chunks, values, strict=True)
         parts = [of[: chunk.users] for chunk, of in pairs]
         if self.by_step:
@@ -70,14 +62,10 @@ class TrajectoryRows:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ControlPolicy:
-    """A small policy at its current parameters (:class:`~dprlhf.policies.protocol.ExplicitPolicy`).
-
-    Attributes:
-        theta: Parameters θ, ``[d]``, float64; the optimizer moves them.
-    """
+    """A small policy at its current parameters, an ``ExplicitPolicy``."""
 
     form: ScoredPolicy
-    theta: torch.Tensor
+    theta: torch.Tensor  # Parameters θ, [d], float64; the optimizer moves them
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -95,9 +83,6 @@ class ControlPolicy:
         """Yield users and Σ_steps weight · ∇ log π of each of their rows, ``[users, rows, d]``.
 
         A chunk of trajectories has a fixed shape, so no user rounds another's scores.
-
-        Args:
-            weights: ``[rows]`` where a row is a step, else ``[rows, horizon]``.
         """
         theta = self.theta.detach().numpy()
         first = np.concatenate([[0], np.bincount(rows.user, minlength=rows.users).cumsum()])

@@ -28,11 +28,7 @@ from dprlhf.runs.many import run_missing
 
 @dataclass
 class MeasuredRow:
-    """A row with the results of its seeds.
-
-    Attributes:
-        runs: One result for each seed: its ``value``, and what the row's kind adds.
-    """
+    """A row with the results of its seeds."""
 
     row: TableRow
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -55,14 +51,7 @@ def run_table(
     write_only: bool = False,
     quiet: bool = False,
 ) -> list[MeasuredRow]:
-    """Run what is missing of a table and return what is finished of it.
-
-    Args:
-        table: A key of :data:`TABLES`.
-        cache: Folder of finished runs.
-        only: Take rows whose name contains this, and no others.
-        changes: Settings that replace those of every row, for runs in miniature.
-    """
+    """Run what is missing of a table and return what is finished of it."""
     rows = [row for row in TABLES[table]() if only in row.name]
     if changes:
         rows = [TableRow(**asdict(row) | {"settings": {**row.settings, **changes}}) for row in rows]

@@ -32,29 +32,15 @@ LEAKS = {
 
 
 class TrajectoryPolicySettings(Settings):
-    """Which policy acts, and how it sees observations (:mod:`dprlhf.papers.control.policies`).
-
-    Attributes:
-        type: ``log-linear`` or ``mlp`` for one of n actions (softmax), ``linear`` for a vector of
-            numbers, without randomness, which only ``pgpe`` can train.
-        hidden: Units of the hidden layer of ``mlp``.
-        scale: Public constants that observations are multiplied by, ``[size]``. A 0 hides that
-            number of the observation; ``log-linear`` then has no parameters for it.
-        levels: Public numbers that order the actions of ``log-linear``, ``[actions]``, for example
-            ``[-1, 0, 1]`` for three torques: π(a|s) ∝ exp(level_a θ · x), one θ for all actions.
-        shift: Public constants subtracted from observations before they are scaled, ``[size]``;
-            ``linear`` only.
-        spread: Factor from the output of ``linear`` to the action, in units of the action.
-        center: Action of ``linear`` where its output is 0.
-    """
+    """Which policy acts, and how it sees observations (:mod:`dprlhf.papers.control.policies`)."""
 
     type: Literal["log-linear", "mlp", "linear"] = "log-linear"
-    hidden: PositiveInt = 64
-    scale: tuple[float, ...] | None = None
-    levels: tuple[float, ...] | None = None
-    shift: tuple[float, ...] | None = None
+    hidden: PositiveInt = 64  # Units of the hidden layer of mlp
+    scale: tuple[float, ...] | None = None  # [size]
+    levels: tuple[float, ...] | None = None  # [actions]
+    shift: tuple[float, ...] | None = None  # [size]
     spread: PositiveFloat = 1.0
-    center: float = 0.0
+    center: float = 0.0  # Action of linear where its output is 0
 
     def build(self, environment: Environment) -> TrajectoryPolicy:
         """Return the policy for an environment's observations and actions."""
@@ -80,31 +66,19 @@ class Advantage(Settings):
     This is the discounted return, compared with a reward of ρ at every step for ever. For CartPole
     with ρ = 1 it is the blame −γ^{L−t}/(1−γ) for a fall, and 0 in an episode that the time limit
     cut. γ and ρ are public, so each advantage depends on one user alone.
-
-    Attributes:
-        discount: Discount factor γ.
-        reference: Reference reward ρ, subtracted from the reward of every step.
-        baseline: ``public`` subtracts nothing else. ``batch`` normalises over all users of a
-            round, ``critic`` subtracts a linear value function fitted, without noise, to earlier
-            rounds: both as in the papers' own runs, and both not private.
     """
 
-    discount: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    reference: float = 0.0
+    discount: Annotated[float, Field(ge=0, lt=1)] = 0.99  # Discount factor γ
+    reference: float = 0.0  # Reference reward ρ, subtracted from the reward of every step
     baseline: Literal["public", "batch", "critic"] = "public"
 
 
 class TrajectoryPG(Settings):
-    """DP-PG on trajectories: a user contributes Σ_t Â_t ∇ log π(a_t|s_t), clipped to S.
-
-    Attributes:
-        clip_norm: L2 bound S on a user's contribution.
-        advantage: How the advantages Â_t are computed from rewards.
-    """
+    """DP-PG on trajectories: a user contributes Σ_t Â_t ∇ log π(a_t|s_t), clipped to S."""
 
     name: Literal["pg"] = "pg"
-    clip_norm: PositiveFloat = 1.0
-    advantage: Advantage = Advantage()
+    clip_norm: PositiveFloat = 1.0  # L2 bound S on a user's contribution
+    advantage: Advantage = Advantage()  # How the advantages Â_t are computed from rewards
 
 
 class TrajectoryNPG(Settings):
@@ -112,16 +86,11 @@ class TrajectoryNPG(Settings):
 
     A user's loss is the mean over its steps of (w · φ_t − Â_t)², so that a user is one term of the
     sum however long its trajectory.
-
-    Attributes:
-        clip_norm: Bound B on ‖φ_t‖; longer scores are scaled down to it.
-        advantage: How the advantages Â_t are computed from rewards.
-        oracle: The private least squares.
     """
 
     name: Literal["npg"] = "npg"
-    clip_norm: PositiveFloat = 1.0
-    advantage: Advantage = Advantage()
+    clip_norm: PositiveFloat = 1.0  # Bound B on ‖φ_t‖; longer scores are scaled down to it
+    advantage: Advantage = Advantage()  # How the advantages Â_t are computed from rewards
     oracle: Oracle = Oracle(name="sufficient-statistics", target_bound=1.0)
 
 
@@ -131,21 +100,13 @@ class PGPE(Settings):
     Each round has d public, orthogonal directions of norm σ√d, drawn afresh. User u picks one and a
     sign at random, acts with θ ± it, and contributes ± clip((return − b)/c, ±1) in that one of d
     coordinates. The policy may be deterministic.
-
-    Attributes:
-        clip_norm: L2 bound S on a user's contribution.
-        perturb: Scale σ of the perturbations, for each parameter.
-        center: Baseline return b of the first round; later b follows the noised mean return.
-        spread: Unit c of returns: a return c above b, or more, contributes 1.
-        share: L2 bound of the extra coordinate that releases the mean return, as a share of S; 0
-            leaves it out, and b stays at ``center``.
     """
 
     name: Literal["pgpe"] = "pgpe"
-    clip_norm: PositiveFloat = 1.0
-    perturb: PositiveFloat = 0.1
+    clip_norm: PositiveFloat = 1.0  # L2 bound S on a user's contribution
+    perturb: PositiveFloat = 0.1  # Scale σ of the perturbations, for each parameter
     center: float = 0.0
-    spread: PositiveFloat = 1.0
+    spread: PositiveFloat = 1.0  # Unit c of returns: a return c above b, or more, contributes 1
     share: Annotated[float, Field(ge=0, lt=1)] = 0.3
 
     def draw(self, rng: np.random.Generator, dimension: int) -> Array:
@@ -155,36 +116,20 @@ class PGPE(Settings):
 
 
 class TrajectoryPrivacy(Settings):
-    """The privacy budget, as :func:`dprlhf.privacy.plan.make_plan` takes it.
+    """The privacy budget, as :func:`dprlhf.privacy.plan.make_plan` takes it."""
 
-    Attributes:
-        epsilon: Privacy loss ε; ``inf`` for a non-private baseline.
-        delta: Failure probability δ of the (ε, δ) guarantee.
-        partition: How users are assigned to rounds.
-        adjacency: What makes two data sets neighbours; None takes zero-out.
-    """
-
-    epsilon: Annotated[float, Field(gt=0)] = 3.0
+    epsilon: Annotated[float, Field(gt=0)] = 3.0  # Privacy loss ε; inf for a non-private baseline
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    partition: Partition = "random-allocation"
-    adjacency: Adjacency | None = None
+    partition: Partition = "random-allocation"  # How users are assigned to rounds
+    adjacency: Adjacency | None = None  # What makes two data sets neighbours; None takes zero-out
 
 
 class ControlRecipe(Settings):
-    """The settings of a run on a control task, one YAML file of ``recipes/control``.
+    """The settings of a run on a control task, one YAML file of ``recipes/control``."""
 
-    Attributes:
-        environment: Name of the task (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`).
-        users: Number N of users; a user is one trajectory.
-        rounds: Number T of rounds.
-        update: The algorithm: ``pg``, ``npg`` or ``pgpe``.
-        optimizer: The server-side optimizer, which steps along what each round releases.
-        evaluation_episodes: Fresh simulated trajectories that evaluate the final policy.
-    """
-
-    environment: str
-    users: PositiveInt = 1000
-    rounds: PositiveInt = 100
+    environment: str  # Name of the task (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`)
+    users: PositiveInt = 1000  # Number N of users; a user is one trajectory
+    rounds: PositiveInt = 100  # Number T of rounds
     privacy: TrajectoryPrivacy = TrajectoryPrivacy()
     policy: TrajectoryPolicySettings = TrajectoryPolicySettings()
     update: Annotated[TrajectoryPG | TrajectoryNPG | PGPE, Field(discriminator="name")] = (
@@ -217,12 +162,7 @@ def make(
     overrides: Mapping[str, Any] | None = None,
     source: str = "recipe",
 ) -> ControlRecipe:
-    """Check settings and return them as a recipe.
-
-    Args:
-        overrides: Dotted keys and the values that replace those of ``settings``.
-        source: What an error message names as its origin.
-    """
+    """Check settings and return them as a recipe."""
     tree: Any = copy.deepcopy(dict(settings))
     for key, value in (overrides or {}).items():
         *parents, last = key.split(".")

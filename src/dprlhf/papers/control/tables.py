@@ -38,21 +38,13 @@ BANDIT_UPDATES = (
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line of a table.
+    """One line of a table."""
 
-    Attributes:
-        name: Unique name, ``task/algorithm/privacy``.
-        kind: What runs it: training, training with cumulative regret, UCB-VI, or a bandit.
-        settings: The recipe's file and overrides, or the arguments of ``kind``.
-        paper: The paper's figure, as printed, with the privacy that it claims.
-        goal: The least value that is asked for; None without a goal.
-    """
-
-    name: str
+    name: str  # Unique name, task/algorithm/privacy
     kind: Literal["train", "regret", "ucbvi", "bandit"]
-    settings: Mapping[str, Any]
-    paper: str = ""
-    goal: float | None = None
+    settings: Mapping[str, Any]  # The recipe's file and overrides, or the arguments of kind
+    paper: str = ""  # The paper's figure, as printed, with the privacy that it claims
+    goal: float | None = None  # The least value that is asked for; None without a goal
     note: str = ""
     group: str = ""
 

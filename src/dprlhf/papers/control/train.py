@@ -31,17 +31,11 @@ Watch = Callable[[int, Array], None]
 
 @dataclass(frozen=True)
 class ControlOutcome:
-    """What a run released, and how it does on fresh trajectories.
+    """What a run released, and how it does on fresh trajectories."""
 
-    Attributes:
-        theta: the final parameters, ``[d]``.
-        plan: with the guarantee.
-        returns: Returns of the final policy on fresh simulated trajectories, ``[episodes]``.
-    """
-
-    theta: Array
-    plan: Plan
-    returns: Array
+    theta: Array  # the final parameters, [d]
+    plan: Plan  # with the guarantee
+    returns: Array  # Returns of the final policy on fresh simulated trajectories, [episodes]
 
 
 def train(
@@ -52,13 +46,7 @@ def train(
     environment: Environment | None = None,
     watch: Watch | None = None,
 ) -> ControlOutcome:
-    """Train on simulated users; the ledger lasts as long as the run, for they are nobody.
-
-    Args:
-        key: 32 secret bytes: allocation and noise come from it.
-        seed: Seed of the simulated users, and of the fresh trajectories that evaluate.
-        watch: told each round t and the released θ_t that its users meet.
-    """
+    """Train on simulated users; the ledger lasts as long as the run, for they are nobody."""
     environment = environment or make_environment(recipe.environment)
     policy = recipe.policy.build(environment)
     plan = plan_of(recipe)
@@ -93,11 +81,7 @@ def train(
 
 @lru_cache
 def plan_of(recipe: ControlRecipe) -> Plan:
-    """Return the plan of a recipe; one that leaks keeps its noise and states no ε.
-
-    Raises:
-        DprlhfError: The recipe asks for add-remove, or a setting is out of range.
-    """
+    """Return the plan of a recipe; one that leaks keeps its noise and states no ε."""
     privacy, update = recipe.privacy, recipe.update
     check_promise(privacy.adjacency)
     plan = make_plan(

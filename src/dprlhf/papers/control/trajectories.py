@@ -24,27 +24,15 @@ CHUNK = 64
 
 @dataclass(frozen=True, repr=False)
 class Trajectories:
-    """A chunk of trajectories of fixed shape: the first ``users`` rows are users, the rest fillers.
+    """A chunk of trajectories of fixed shape: ``users`` rows of users, then fillers."""
 
-    Attributes:
-        users: Number of rows that are users.
-        observations: What the policy saw, ``[chunk, horizon, size]``.
-        actions: What it did, ``[chunk, horizon]`` or ``[chunk, horizon, actions]``.
-        rewards: Rewards clipped to [−R, R], 0 where there is no step, ``[chunk, horizon]``.
-        steps: Length of each trajectory, ``[chunk]``; 0 for fillers and for users whose environment
-            failed.
-        terminated: Whether the episode ended by itself, not by a time limit, ``[chunk]``.
-        choice: ±1 at the direction along which a user moved its parameters and 0 elsewhere,
-            ``[chunk, directions]``.
-    """
-
-    users: int
-    observations: Array
-    actions: Array
-    rewards: Array
-    steps: NDArray[np.int64]
-    terminated: NDArray[np.bool_]
-    choice: Array
+    users: int  # Number of rows that are users
+    observations: Array  # What the policy saw, [chunk, horizon, size]
+    actions: Array  # What it did, [chunk, horizon] or [chunk, horizon, actions]
+    rewards: Array  # Rewards clipped to [−R, R], 0 where there is no step, [chunk, horizon]
+    steps: NDArray[np.int64]  # [chunk]
+    terminated: NDArray[np.bool_]  # [chunk]
+    choice: Array  # [chunk, directions]
 
     @property
     def mask(self) -> NDArray[np.bool_]:
@@ -60,20 +48,13 @@ class Trajectories:
 def collect(
     environment: Environment,
     policy: TrajectoryPolicy,
-    theta: Array,
+    theta: Array,  # Parameters θ, [d]
     allocation: Private[Allocation],
     round_: int,
     seed: int,
-    directions: Array | None = None,
+    directions: Array | None = None,  # [directions, d]
 ) -> Private[list[Trajectories]]:
-    """Return the trajectories of a round's users.
-
-    Args:
-        theta: Parameters θ, ``[d]``.
-        seed: Seed of the simulated population; user u's random numbers come from (seed, u).
-        directions: Public perturbations, ``[directions, d]``: each user draws one of them and a
-            sign, and acts with θ ± it. None: all act with θ.
-    """
+    """Return the trajectories of a round's users."""
     users = open_private(allocation).round(round_)
     seeds = [(seed, int(user)) for user in users]
     return Private(simulate(environment, policy, theta, seeds, directions))

@@ -36,17 +36,11 @@ FAMILIES = 3
 
 @dataclass(frozen=True)
 class Counting:
-    """How counts are released.
+    """How counts are released."""
 
-    Attributes:
-        epsilon: Privacy loss ε; infinite for exact counts.
-        delta: Failure probability δ of ``gaussian``; ``laplace`` has none.
-        mechanism: ``laplace`` or ``gaussian`` noise.
-    """
-
-    epsilon: float
-    delta: float = 1e-5
-    mechanism: Literal["laplace", "gaussian"] = "laplace"
+    epsilon: float  # Privacy loss ε; infinite for exact counts
+    delta: float = 1e-5  # Failure probability δ of gaussian; laplace has none
+    mechanism: Literal["laplace", "gaussian"] = "laplace"  # laplace or gaussian noise
 
     def scale(self, horizon: int, episodes: int) -> float:
         """Return the scale of the noise on one partial sum."""
@@ -60,13 +54,7 @@ class Counting:
 
 
 class PrivateCounts:
-    """Running sums of a stream, with the noise of the binary mechanism.
-
-    Args:
-        scale: Scale of the noise on one partial sum.
-        mechanism: ``laplace`` or ``gaussian`` noise.
-        rng: Where the noise comes from: a simulation's generator, no secret key.
-    """
+    """Running sums of a stream, with the noise of the binary mechanism."""
 
     def __init__(
         self,
@@ -115,12 +103,7 @@ def ucbvi(
     runs: int = 1,
     every: int = 1,
 ) -> Array:
-    """Return the expected regret of each episode, ``[runs, episodes]``.
-
-    Args:
-        bonus: Factor of the exploration bonus; 1 is the theory's.
-        every: Episodes from one plan to the next; those between follow the last.
-    """
+    """Return the expected regret of each episode, ``[runs, episodes]``."""
     h_, s_, a_ = environment.horizon, environment.states, environment.actions
     rng = np.random.default_rng(seed)
     scale = counting.scale(h_, episodes)

@@ -50,27 +50,17 @@ class AdvantagesNPG(recipe.NPG):
 
 @dataclass(repr=False, eq=False)
 class ControlRound:
-    """One round of a control task: the trajectories of its users, and the way to the policy.
-
-    Attributes:
-        policy: The form of π_θ.
-        theta: Parameters θ_t, ``[d]``, float64; the update moves them.
-        plan: The clip norm S, the noise multiplier and the expected batch size.
-        gate: The run's way from a clipped sum to a released mean.
-        memory: Released values that later rounds use, by name.
-        directions: Public perturbations of ``pgpe``, ``[K, d]``.
-        leak: What a critic without noise remembers; empty in private runs.
-    """
+    """One round of a control task: the trajectories of its users, and the way to the policy."""
 
     number: int
-    policy: TrajectoryPolicy
-    theta: torch.Tensor
+    policy: TrajectoryPolicy  # The form of π_θ
+    theta: torch.Tensor  # Parameters θ_t, [d], float64; the update moves them
     trajectories: Private[list[Trajectories]]
-    plan: Plan
-    gate: Gate
+    plan: Plan  # The clip norm S, the noise multiplier and the expected batch size
+    gate: Gate  # The run's way from a clipped sum to a released mean
     optimizer: torch.optim.Optimizer
-    memory: dict[str, float]
-    directions: Array | None = None
+    memory: dict[str, float]  # Released values that later rounds use, by name
+    directions: Array | None = None  # Public perturbations of pgpe, [K, d]
     leak: dict[str, Private[Any]] = field(default_factory=dict)
 
     @property
@@ -90,16 +80,7 @@ class ControlRound:
     def release(
         self, rows: Private[Array], dimension: int, extra: Private[Array], share: float
     ) -> Released[torch.Tensor]:
-        """Release the mean of the clipped rows and, beside them, of the extra coordinates.
-
-        Args:
-            rows: A vector of each user, ``[users, dimension]``.
-            extra: Further coordinates of each, of norm at most share · S, ``[users, e]``.
-            share: Part of the clip norm S that the extra coordinates may have.
-
-        Returns:
-            The noised mean, ``[dimension + e]``.
-        """
+        """Release the mean of the clipped rows and, beside them, of the extra coordinates."""
         clipped = clipped_vectors(
             rows.map(lambda vectors: [(np.arange(len(vectors)), torch.from_numpy(vectors))]),
             dimension,

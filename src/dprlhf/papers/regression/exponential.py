@@ -43,19 +43,9 @@ _WORDS = 4
 
 @dataclass(frozen=True, eq=False)
 class Exponential:
-    """The exponential mechanism over a finite, public candidate set.
+    """The exponential mechanism over a finite, public candidate set."""
 
-    Attributes:
-        candidates: The public candidate set W, array-like, ``[candidates, d]``; it must not depend
-            on users' data.
-        target_bound: Bound R; targets and predictions are clipped to [−R, R]. For advantages
-            r(x, y) − r(x, y′) of rewards in [−R_max, R_max] it is 2 R_max.
-
-    Raises:
-        DprlhfError: The candidate set is missing, empty or not finite, or R is out of range.
-    """
-
-    candidates: torch.Tensor
+    candidates: torch.Tensor  # public: must not depend on users' data, [candidates, d]
     target_bound: float
 
     def __post_init__(self) -> None:
@@ -105,10 +95,6 @@ def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
 
     Sums of such sums are exact, too, in any order. A user whose losses are not all finite has loss
     zero under every candidate, like an absent user.
-
-    Args:
-        losses: Losses, ``[users, candidates]``; clamped to [0, largest].
-        largest: Upper bound of one user's loss.
     """
     shares = losses.double() / largest
     finite = shares.isfinite().all(dim=1, keepdim=True)
@@ -127,19 +113,13 @@ def exponent(epsilon: float, adjacency: Adjacency) -> float:
 
 
 def choose(
-    units: torch.Tensor,
+    units: torch.Tensor,  # [candidates]
     epsilon: float,
     adjacency: Adjacency,
     key: bytes,
     *context: str | int,
 ) -> int:
-    """Draw the index of a candidate by the Gumbel-max trick.
-
-    Args:
-        units: Losses L(w) from :func:`total_units`, summed over all processes, ``[candidates]``.
-        epsilon: Privacy loss ε of the choice; infinite takes the smallest loss.
-        key: Secret key; a pair of key and context is used for one choice only.
-    """
+    """Draw the index of a candidate by the Gumbel-max trick."""
     total = units.double().cpu().numpy()
     if math.isinf(epsilon):
         return int(total.argmin())

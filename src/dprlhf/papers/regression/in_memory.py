@@ -26,30 +26,17 @@ _MICRO_BATCH = 2**18
 
 @dataclass(repr=False, eq=False)
 class InMemoryRelease:
-    """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory.
+    """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory."""
 
-    Attributes:
-        features: Features φ, ``[users, d]``, float64.
-        targets: Targets A, ``[users]``, float64.
-        noise_multiplier: Noise multiplier z of one call; 0 releases exact means.
-        expected_batch_size: The divisor m of a sum, a public constant.
-        key: Secret key, for the noise of this fit only.
-    """
-
-    features: torch.Tensor
-    targets: torch.Tensor
-    noise_multiplier: float
-    expected_batch_size: float
-    key: bytes
+    features: torch.Tensor  # Features φ, [users, d], float64
+    targets: torch.Tensor  # Targets A, [users], float64
+    noise_multiplier: float  # Noise multiplier z of one call; 0 releases exact means
+    expected_batch_size: float  # The divisor m of a sum, a public constant
+    key: bytes  # Secret key, for the noise of this fit only
     _calls: int = field(default=0, init=False)
 
     def __call__(self, contribution: Contribution, bound: float) -> torch.Tensor:
-        """Return (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m, ``[p]``.
-
-        Raises:
-            DprlhfError: There are far more users than m, so that the rounding of their sum is not
-                covered by the margin that m decides.
-        """
+        """Return (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m, ``[p]``."""
         most = max(MOST_USERS, math.ceil(2 * self.expected_batch_size))
         if len(self.features) > most + 1:
             raise DprlhfError(f"more than {most} users: set users to a number near theirs")
@@ -70,20 +57,13 @@ class InMemoryRelease:
 
 @dataclass(repr=False, eq=False)
 class InMemorySelect:
-    """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory.
+    """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory."""
 
-    Attributes:
-        features: Features φ, ``[users, d]``, float64.
-        targets: Targets A, ``[users]``, float64.
-        epsilon: Privacy loss ε of the choice, with δ = 0.
-        key: Secret key, for this choice only.
-    """
-
-    features: torch.Tensor
-    targets: torch.Tensor
-    epsilon: float
+    features: torch.Tensor  # Features φ, [users, d], float64
+    targets: torch.Tensor  # Targets A, [users], float64
+    epsilon: float  # Privacy loss ε of the choice, with δ = 0
     adjacency: Adjacency
-    key: bytes
+    key: bytes  # Secret key, for this choice only
 
     def __call__(self, loss: Contribution, largest: float) -> int:
         """Return the index of the chosen candidate."""

@@ -66,25 +66,13 @@ _COVARIANCE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class ISSP:
-    """Insufficient-statistics perturbation (Brown et al. 2024).
-
-    Attributes:
-        feature_bound: Bound B on ‖φ‖; longer features are scaled down to it. It does not scale the
-            noise.
-        target_bound: Bound R; targets are clipped to [−R, R].
-        residual_bound: Bound ρ_0 that residuals of the least-squares solution are expected to keep;
-            it scales the noise. None takes 2R, which is safe where predictions keep to [−R, R].
-        leverage: Expected largest leverage, in units of the mean d/m: τ_0 = leverage · d / m. It
-            scales the noise by its square root. Features of equal norm in no preferred direction
-            have 1; 3 leaves room.
-        ridge: Ridge κ in units of mB². Directions with a smaller share of the features are shrunk.
-    """
+    """Insufficient-statistics perturbation (Brown et al. 2024)."""
 
     feature_bound: float
-    target_bound: float
-    residual_bound: float | None = None
-    leverage: float = 3.0
-    ridge: float = 1e-6
+    target_bound: float  # Bound R; targets are clipped to [−R, R]
+    residual_bound: float | None = None  # ρ_0 of the least-squares solution; None takes 2R
+    leverage: float = 3.0  # largest leverage expected, in units of the mean d/m
+    ridge: float = 1e-6  # κ in units of mB²
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -109,31 +97,17 @@ class ISSP:
 
     def solve(
         self,
-        features: torch.Tensor,
-        targets: torch.Tensor,
+        features: torch.Tensor,  # [users, d]
+        targets: torch.Tensor,  # Targets, [users]
         *,
         users: float,
         epsilon: float,
         delta: float,
         adjacency: Adjacency,
         uniform: float,
-        normals: torch.Tensor,
+        normals: torch.Tensor,  # Secret standard normal draws, [d], for the release
     ) -> tuple[torch.Tensor, bool]:
-        """Return w, ``[d]``, and whether the private test failed (w is then zero).
-
-        Args:
-            features: Features of all users, ``[users, d]``, one row for each: the filters compare
-                users with each other, so processes have to gather them first.
-            targets: Targets, ``[users]``.
-            users: Public number m of users; it sets τ_0 and κ.
-            epsilon: Privacy loss ε of this fit; infinite adds no noise, and the test fails only for
-                a user with a leverage above τ_0 or a residual above ρ_0.
-            uniform: Secret draw from (0, 1), a multiple of 2⁻⁵² plus half a step, for the test.
-            normals: Secret standard normal draws, ``[d]``, for the release.
-
-        Raises:
-            DprlhfError: The dimension d is too large for this number of users and this budget.
-        """
+        """Return w, ``[d]``, and whether the private test failed (w is then zero)."""
         d = features.shape[1]
         step = _one_step(epsilon, delta, adjacency)
         if math.isfinite(epsilon) and step[1] < SMALLEST_DELTA:
@@ -163,21 +137,13 @@ class ISSP:
 
 @dataclass(frozen=True)
 class Setup:
-    """The public constants of one fit, for residual bound 1.
+    """The public constants of one fit, for residual bound 1."""
 
-    Attributes:
-        k: Largest score; scores are 0..k.
-        lowest_leverage: Leverage bound τ_0 of the lowest level.
-        growth: Ratio ρ_{j+1} / ρ_j of the residual bounds of two levels.
-        fail_probability: Probability that the test fails, at scores 0..k.
-        noise: Scale c of the release's noise, per unit of ρ_0.
-    """
-
-    k: int
-    lowest_leverage: float
-    growth: float
-    fail_probability: tuple[float, ...]
-    noise: float
+    k: int  # Largest score; scores are 0..k
+    lowest_leverage: float  # Leverage bound τ_0 of the lowest level
+    growth: float  # Ratio ρ_{j+1} / ρ_j of the residual bounds of two levels
+    fail_probability: tuple[float, ...]  # Probability that the test fails, at scores 0..k
+    noise: float  # Scale c of the release's noise, per unit of ρ_0
 
     @property
     def levels(self) -> int:
@@ -191,11 +157,7 @@ class Setup:
 
 @lru_cache(maxsize=256)
 def make_setup(lowest: float, epsilon: float, delta: float) -> Setup | None:
-    """Return the constants with the least noise for add-remove (ε, δ); None where there are none.
-
-    Args:
-        epsilon: Privacy loss ε of the fit; infinite for one without noise.
-    """
+    """Return the constants with the least noise for add-remove (ε, δ), if there are any."""
     if math.isinf(epsilon):
         constants = proof_constants(lowest, 1)
         return constants and Setup(1, lowest, constants[0], (0.0, 1.0), 0.0)
@@ -283,15 +245,10 @@ def covariance_epsilon(trace: float, log_delta: float) -> float:
 
 @dataclass(frozen=True)
 class System:
-    """Weighted normal equations with a ridge, and their solution.
+    """Weighted normal equations with a ridge, and their solution."""
 
-    Attributes:
-        cholesky: Cholesky factor L of S = Σ w φφᵀ + κI = L Lᵀ, ``[d, d]``.
-        solution: Weighted least-squares solution β = S⁻¹ Σ w φA, ``[d]``.
-    """
-
-    cholesky: torch.Tensor
-    solution: torch.Tensor
+    cholesky: torch.Tensor  # Cholesky factor L of S = Σ w φφᵀ + κI = L Lᵀ, [d, d]
+    solution: torch.Tensor  # Weighted least-squares solution β = S⁻¹ Σ w φA, [d]
 
     @classmethod
     def of(
@@ -314,15 +271,10 @@ class System:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of the filters.
+    """The result of the filters."""
 
-    Attributes:
-        score: Score of the private test, 0..k; at k the test always fails and weights are unused.
-        weights: Weight of each user in the normal equations, ``[users]``, in [0, 1].
-    """
-
-    score: int
-    weights: torch.Tensor
+    score: int  # Score of the private test, 0..k; at k the test always fails and weights are unused
+    weights: torch.Tensor  # Weight of each user in the normal equations, [users], in [0, 1]
 
 
 def find_weights(

@@ -23,8 +23,8 @@ Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | Projecte
 
 def fit(
     oracle: Oracle,
-    features: Any,
-    targets: Any,
+    features: Any,  # [users, d]
+    targets: Any,  # Targets A, [users]
     *,
     epsilon: float,
     delta: float = 0.0,
@@ -33,17 +33,6 @@ def fit(
     key: bytes | None = None,
 ) -> Fit:
     """Fit the coefficients w of a linear model by a private least-squares oracle.
-
-    Args:
-        features: Features φ, array-like, ``[users, d]``; a row that is not finite counts as an
-            absent user.
-        targets: Targets A, ``[users]``.
-        epsilon: Privacy loss ε of the fit; infinite for one without noise.
-        delta: Failure probability δ: 0 for ``exponential``, above 0 for the others.
-        adjacency: The neighbouring relation of datasets; replace-one in He & Zhou, Definition 2.
-        users: Public number m of users. None takes the number of rows, which is public under
-            replace-one and zero-out, and not under add-remove.
-        key: Secret key of 32 bytes, never used for another fit. None draws one.
 
     >>> x = torch.eye(2).repeat(500, 1)
     >>> oracle = SufficientStatistics(feature_bound=1.0, target_bound=1.0, radius=1.0)

@@ -54,21 +54,14 @@ from dprlhf.updates.privls.oracle import (
 
 @dataclass(frozen=True)
 class GradientDescent:
-    """Noisy gradient descent on the square loss.
-
-    Attributes:
-        feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
-        target_bound: Bound R; targets and predictions are clipped to [−R, R].
-        steps: The number of releases J.
-        step_size: Step size of the descent, in units of 1/B².
-    """
+    """Noisy gradient descent on the square loss."""
 
     name: ClassVar[str]
 
-    feature_bound: float
-    target_bound: float
-    steps: int
-    step_size: float = 1.0
+    feature_bound: float  # Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it
+    target_bound: float  # Bound R; targets and predictions are clipped to [−R, R]
+    steps: int  # The number of releases J
+    step_size: float = 1.0  # Step size of the descent, in units of 1/B²
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -110,15 +103,11 @@ class ImproperBatchSGD(GradientDescent):
 
 @dataclass(frozen=True)
 class ProjectedSGD(GradientDescent):
-    """Descent with a projection after each step.
-
-    Attributes:
-        radius: Radius W; w is projected to ‖w‖ ≤ W.
-    """
+    """Descent with a projection after each step."""
 
     name: ClassVar[str] = "projected-sgd"
 
-    radius: float = field(kw_only=True)
+    radius: float = field(kw_only=True)  # Radius W; w is projected to ‖w‖ ≤ W
 
     @property
     def prediction_bound(self) -> float | None:
@@ -154,16 +143,7 @@ def projected_steps(
     step_size: float = 1.0,
     most: int = 100,
 ) -> int:
-    """Return J = WBm / (2R z₁ √d) / step_size, from 1 to ``most``.
-
-    Args:
-        noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
-            releases then has z₁√J.
-        radius: Radius W of the ball that w is projected to.
-        step_size: Step size in units of 1/B²; both terms of the error depend on J · step_size
-            alone.
-        most: Upper limit on J: once converged, more steps neither help nor hurt.
-    """
+    """Return J = WBm / (2R z₁ √d) / step_size, from 1 to ``most``."""
     work = 2 * target_bound * noise_multiplier * math.sqrt(dimension)
     balanced = radius * feature_bound * users / work if work else math.inf
     return int(max(1, min(most, balanced / step_size)))
@@ -179,13 +159,7 @@ def improper_steps(
     step_size: float = 1.0,
     most: int = 200,
 ) -> int:
-    """Return J = min((W²B²m² / (8R²z₁²))^(1/3), (WB/R)√m) / step_size, from 1 to ``most``.
-
-    Args:
-        noise_multiplier: Noise multiplier z₁ of a single release at the whole budget; each of J
-            releases then has z₁√J.
-        step_size: Step size in units of 1/B²; both terms depend on J · step_size alone.
-    """
+    """Return J = min((W²B²m² / (8R²z₁²))^(1/3), (WB/R)√m) / step_size, from 1 to ``most``."""
     signal = radius * feature_bound / target_bound
     early = signal * math.sqrt(users)
     noise = 8 * noise_multiplier**2

@@ -45,19 +45,12 @@ users' last examples; see :func:`~dprlhf.gradients.micro_batches.user_gradients`
 
 @dataclass(frozen=True, repr=False)
 class Examples:
-    """The examples of a round's users.
-
-    Attributes:
-        weights: Weight of each row's ∇ log π, ``[rows]``.
-        targets: Targets A, ``[examples]``.
-        rows: Number of rows in an example.
-        kept: Cached batches of features, which later answers use again.
-    """
+    """The examples of a round's users."""
 
     responses: Rows
-    weights: Array
-    targets: Array
-    rows: int
+    weights: Array  # Weight of each row's ∇ log π, [rows]
+    targets: Array  # Targets A, [examples]
+    rows: int  # Number of rows in an example
     kept: list[Batch] = field(default_factory=list)
 
 
@@ -69,12 +62,7 @@ def solve(
     target_bound: float,
     batch_size: int,
 ) -> Released[torch.Tensor]:
-    """Return the oracle's solution w, ``[dimension]``, with ‖w‖ ≤ W.
-
-    Args:
-        spec: The recipe's oracle and its settings; W is its ``radius``.
-        target_bound: Bound R on a target; ``spec.target_bound`` takes precedence.
-    """
+    """Return the oracle's solution w, ``[dimension]``, with ‖w‖ ≤ W."""
     dimension = round_.policy.dimension
     oracle = make_oracle(
         spec.name,
@@ -97,11 +85,7 @@ def solve(
 
 
 def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
-    """Check that the recipe's oracle can solve for as many parameters as the adapter has.
-
-    Raises:
-        DprlhfError: There are too many; the message names what would work.
-    """
+    """Check that the recipe's oracle can solve for as many parameters as the adapter has."""
     spec = update.least_squares
     if spec is None:
         return
@@ -114,24 +98,14 @@ def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
 
 @dataclass(repr=False, eq=False)
 class RoundRelease:
-    """A :class:`~dprlhf.updates.privls.oracle.Release` over a round's users, through its gate.
+    """A :class:`~dprlhf.updates.privls.oracle.Release` over a round's users, through its gate."""
 
-    Attributes:
-        round_: The round, whose gate releases the answers.
-        read: Returns the tensor inside a ``Released`` for the oracle.
-        gain: Factor on users' contributions before they are clipped.
-        several: Whether there will be more than one call, so that features are worth caching.
-        noise_multiplier: Noise multiplier z of one call, divided by the gain. The first call shares
-            the clip norm with telemetry, so its noise is larger by S/√(S² − e²); the later calls
-            have slightly less than is stated here.
-    """
-
-    round_: PrivateRound[Any, Any]
+    round_: PrivateRound[Any, Any]  # The round, whose gate releases the answers
     examples: Private[Examples]
     size: int
     batch_size: int
-    read: Read
-    gain: float = 1.0
+    read: Read  # Returns the tensor inside a Released for the oracle
+    gain: float = 1.0  # Factor on users' contributions before they are clipped
     several: bool = False
     noise_multiplier: float = field(init=False)
 

@@ -35,19 +35,11 @@ LARGEST_DIMENSION = 2000
 
 @dataclass(frozen=True)
 class SufficientStatistics:
-    """Least squares from one noised release of ΦᵀΦ and ΦᵀA together.
+    """Least squares from one noised release of ΦᵀΦ and ΦᵀA together."""
 
-    Attributes:
-        feature_bound: Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it.
-        target_bound: Bound R; targets are clipped to [−R, R].
-        radius: Radius W; w is projected to ‖w‖ ≤ W.
-        damping: Constant added to every eigenvalue besides, in units of B²: with it, w shrinks with
-            the targets even where features have almost vanished.
-    """
-
-    feature_bound: float
-    target_bound: float
-    radius: float
+    feature_bound: float  # Bound B on ‖φ‖; a feature of larger L2 norm is scaled down to it
+    target_bound: float  # Bound R; targets are clipped to [−R, R]
+    radius: float  # Radius W; w is projected to ‖w‖ ≤ W
     damping: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,11 +87,7 @@ class SufficientStatistics:
         return torch.cat([matrix, features * (b * targets / self.target_bound)[:, None]], dim=1)
 
     def solve(self, release: Release, dimension: int) -> torch.Tensor:
-        """Return w, ``[dimension]``, after one release.
-
-        Raises:
-            DprlhfError: The dimension is above :data:`LARGEST_DIMENSION`.
-        """
+        """Return w, ``[dimension]``, after one release."""
         if dimension > LARGEST_DIMENSION:
             raise DprlhfError(
                 f"sufficient-statistics: {dimension} dimensions are more than {LARGEST_DIMENSION}:"
