@@ -53,7 +53,7 @@ SPECS: dict[str, Any] = {
     "pg": recipe.PG(),
     "pg, paired": recipe.PG(baseline="paired"),
     "grpo": recipe.GRPO(name="grpo"),
-    "ppo": recipe.PPO(name="ppo", epochs=2, local_learning_rate=1.0),
+    "ppo": recipe.PPO(name="ppo", epochs=2),
     "rebel": recipe.REBEL(name="rebel", steps=2),
     "rebel, gauss-newton": recipe.REBEL(name="rebel", oracle=recipe.Oracle()),
     "npg": recipe.NPG(name="npg"),

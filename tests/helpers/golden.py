@@ -29,7 +29,7 @@ CHANGES = {
     "pg": {"update__clip_norm": 0.5, "privacy__partition": "stream"},
     "pg, paired": {"rollout__base_policy": "reference", "update__baseline": "paired"},
     "grpo": {"update__name": "grpo"},
-    "ppo": {"update__name": "ppo", "update__epochs": 2, "update__local_learning_rate": 0.5},
+    "ppo": {"update__name": "ppo", "update__epochs": 2},
     "rebel": {"update__name": "rebel"},
     "npg": {"update__name": "npg", "rollout__base_policy": "reference"},
     "subspace": {"update__subspace": {"rank": 4, "prompts": 16}},

@@ -48,7 +48,7 @@ RATE = "optimizer__learning_rate"
 def _fixed(changes: dict[str, Any], **others: Any) -> dict[str, Any]:
     """Return what the expected values of many tests rest on, unless a test says otherwise."""
     fixed = {
-        "rollout__responses": 2, "rollout__batch_size": 128, "optimizer__betas": (0.9, 0.999),
+        "rollout__responses": 2, "rollout__batch_size": 128,
         **others,
     }  # fmt: skip
     for name, key in (("num_generations", "rollout__responses"), ("learning_rate", RATE)):

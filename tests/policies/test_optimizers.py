@@ -29,9 +29,8 @@ def run(spec: recipe.Optimizer, gradients: torch.Tensor, noise_std: float) -> to
 GRADIENTS = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.7)])
-def test_without_noise_the_corrected_adam_is_adam(betas: tuple[float, float]) -> None:
-    mine, plain = (spec_of(name=n, betas=betas) for n in ("adam-corrected", "adam"))
+def test_without_noise_the_corrected_adam_is_adam() -> None:
+    mine, plain = (spec_of(name=n) for n in ("adam-corrected", "adam"))
     torch.testing.assert_close(
         run(mine, GRADIENTS, 0.0), run(plain, GRADIENTS, 0.0), rtol=1e-9, atol=0
     )
@@ -69,7 +68,7 @@ def test_a_zero_gradient_is_no_normalized_step() -> None:
 def test_the_correction_follows_noise_that_changes_from_round_to_round() -> None:
     """Second moment and noise have the same weights over the rounds, by hand."""
     stds, g = np.array([1.0, 3.0, 0.5]), np.array([2.0, 5.0, 4.0])
-    spec = spec_of(name="adam-corrected", learning_rate=1.0, betas=(0.0, 0.5))
+    spec = spec_of(name="adam-corrected", learning_rate=1.0)
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = make_optimizer(spec, [parameter], 7.0)
     expected = 0.0
@@ -77,9 +76,10 @@ def test_the_correction_follows_noise_that_changes_from_round_to_round() -> None
         set_noise(optimizer, float(stds[t]))
         parameter.grad = torch.tensor([g[t]], dtype=torch.float64)
         optimizer.step()
-        share = 0.5 ** np.arange(t + 1)[::-1]
+        share = 0.9 ** np.arange(t + 1)[::-1]
         square, noise = (share @ v[: t + 1] ** 2 / share.sum() for v in (g, stds))
-        expected -= g[t] / math.sqrt(max(square - noise, 0.1 * noise))
+        mean = share @ g[: t + 1] / share.sum()
+        expected -= mean / math.sqrt(max(square - noise, 0.1 * noise))
     assert float(parameter.detach()) == pytest.approx(expected, rel=1e-7)
     plain = make_optimizer(spec_of(name="adam"), [parameter], 7.0)
     set_noise(plain, 1.0)  # changes nothing where it is not used
@@ -95,7 +95,7 @@ def test_the_corrected_second_moment_under_correlated_noise() -> None:
         for k in range(min(4, t + 1)):
             whole[t, t - k] = root[t, k]
     noise = np.linalg.solve(whole, np.random.default_rng(0).standard_normal((rounds, runs)))
-    spec = spec_of(name="adam-corrected", betas=(0.9, 0.9))
+    spec = spec_of(name="adam-corrected")
     parameter = torch.nn.Parameter(torch.zeros(runs, dtype=torch.float64))
     optimizer = make_optimizer(spec, [parameter], 1.0)
     for t in range(rounds):

@@ -15,6 +15,7 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.training import feedback
 from dprlhf.training.feedback import Reactions, log_probability, reaction
 from helpers import runs, tiny
 from helpers.rounds import flat_gradient
@@ -35,11 +36,17 @@ PUBLIC = [
     for p, c, f in [("say ", "eee", True), ("or ", "ll", False), ("but ", "yxe", True)]
 ]
 LOSSES: dict[str, dict[str, Any]] = {
-    "policy_gradient": {"max_ratio": 1.02, "baseline": 0.125},
-    "kto": {"beta": 0.5, "desirable_weight": 0.7, "undesirable_weight": 1.5},
+    "policy_gradient": {"baseline": 0.125},
+    "kto": {"beta": 0.5},
     "apo_zero_unpaired": {"beta": 0.5},
 }
 each_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+@pytest.fixture(autouse=True)
+def largest_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of these rows have a larger one, and some a smaller one."""
+    monkeypatch.setattr(feedback, "LARGEST_RATIO", 1.02)
 
 
 def settings(loss: str = "policy_gradient", **changes: Any) -> recipe.FeedbackRecipe:
@@ -90,7 +97,7 @@ def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.Feedback
     bound = update.reward_range
     counts = min(max(row["label"] - update.baseline, -bound), bound)
     if update.loss_type == "policy_gradient":
-        ratio = torch.exp((now - reference) / tokens).detach().clamp(max=update.max_ratio)
+        ratio = torch.exp((now - reference) / tokens).detach().clamp(max=feedback.LARGEST_RATIO)
         return -ratio * counts * now
     z0 = 0.0
     if update.loss_type == "kto":
@@ -99,9 +106,8 @@ def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.Feedback
         z0 = max(0.0, float(sum(new - old for new, old, _ in pairs).detach()) / len(pairs))
         assert z0 > 0
     side = math.copysign(1, counts)
-    weight = update.desirable_weight if side > 0 else update.undesirable_weight
     missing = 1 - torch.sigmoid(side * update.beta * (now - reference - z0))
-    return 4 / update.beta * weight * missing
+    return 4 / update.beta * missing
 
 
 @pytest.mark.parametrize("logged", [None, "logprob"])
@@ -122,10 +128,10 @@ def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_rows(loss, l
 
 
 @each_loss
-def test_the_weights_are_the_slopes_of_the_losses(loss: str) -> None:
+def test_the_weights_are_the_slopes_of_the_losses(loss: str, monkeypatch) -> None:
     """Without a cut ratio, by central differences of the losses themselves."""
-    update = LOSSES[loss] | {"loss_type": loss, "max_ratio": 1e6}
-    spec, trained = settings(loss, update=update), wide_policy(0.3)
+    monkeypatch.setattr(feedback, "LARGEST_RATIO", 1e6)
+    spec, trained = settings(loss), wide_policy(0.3)
     task, rows = Reactions(spec), examples(ROWS, spec.data)  # z₀ is no part of the derivative
     total, encoded = user_sums(task, trained, rows, 1e6)
     torch.manual_seed(2)
@@ -139,7 +145,7 @@ def test_the_weights_are_the_slopes_of_the_losses(loss: str) -> None:
         sizes = np.bincount(encoded.user)
         ends.append(float((losses / sizes[encoded.user]).sum()))
     slope = (ends[0] - ends[1]) / 2e-5
-    scale = 1.0 if loss == "policy_gradient" else 4 / update["beta"]
+    scale = 1.0 if loss == "policy_gradient" else 4 / spec.update.beta
     expected = -float(total @ torch.cat([way.flatten() for way in along])) / scale
     assert slope == pytest.approx(expected, rel=1e-6)
 
@@ -178,7 +184,7 @@ def test_a_ratio_counts_at_most_its_bound(loss: str) -> None:
     trained = wide_policy(0.3)
     task = Reactions(spec)
     weights = task.weights(trained, task.encode(trained, examples(rows, spec.data)), 4)
-    assert np.abs(weights).max() <= 1.5 * spec.update.max_ratio * spec.update.reward_range
+    assert np.abs(weights).max() <= feedback.LARGEST_RATIO * spec.update.reward_range
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -238,7 +244,6 @@ def test_a_cut_completion_has_no_logged_probability() -> None:
         ({"completion": None}, {}, r"a row has no 'completion': fill or drop it \(row 1\)"),
         ({}, {"data": {"label_column": "liked"}}, r"no column 'liked' \(label_column\)"),
         ({}, {"data": {"logprob_column": "label"}}, "both 'label': each needs a column"),
-        ({}, {"update": {"max_ratio": 0.5}}, "max_ratio"),
         ({}, {"update": {"sync_ref_model": True}}, "sync_ref_model is not offered"),
     ],
 )

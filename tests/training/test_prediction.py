@@ -25,7 +25,7 @@ def test_a_step_moves_all_parameters_that_a_subspace_lies_in() -> None:
     """Adam divides by the size of each trained parameter, and a lift by the subspace's scale."""
     inside = replace(SIGNAL, dimension=4, trained=64, scale=20.0)
     plain = replace(SIGNAL, dimension=4)
-    adam = Optimizer(name="adam", learning_rate=0.5, betas=(0.9, 0.9))
+    adam = Optimizer(name="adam", learning_rate=0.5)
     steps = travel(PLAN, inside, adam, 1.0).along / travel(PLAN, plain, adam, 1.0).along
     assert steps == pytest.approx(4 * np.ones(8))  # √64 over √4
     sgd = Optimizer(name="sgd", learning_rate=0.5, momentum=0.6)

@@ -44,8 +44,6 @@ def test_the_arguments_are_those_of_trl() -> None:
         ({}, "update.loss_type", "kto"),
         ({"loss_type": "apo_zero_unpaired"}, "update.loss_type", "apo_zero_unpaired"),
         ({"beta": 0.3}, "update.beta", 0.3),
-        ({"desirable_weight": 0.7}, "update.desirable_weight", 0.7),
-        ({"undesirable_weight": 1.4}, "update.undesirable_weight", 1.4),
         ({"privacy_value_rounds": 1}, "update.value_rounds", 1),
         ({"per_device_train_batch_size": 5}, "update.batch_size", 5),
         ({"privacy_clip_norm": 0.5}, "update.clip_norm", 0.5),

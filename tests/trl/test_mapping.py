@@ -36,8 +36,6 @@ def value(recipe: Any, key: str) -> Any:
     [
         ({"seed": 7}, "seed", 7),
         ({"learning_rate": 0.5}, "optimizer.learning_rate", 0.5),
-        ({"adam_beta1": 0.8}, "optimizer.betas", (0.8, 0.9)),
-        ({"adam_beta2": 0.8}, "optimizer.betas", (0.9, 0.8)),
         ({}, "optimizer.learning_rate", 0.02),
         ({"optim": "sgd", "public": 400}, "optimizer.learning_rate", 0.02),
         ({"max_completion_length": 9}, "rollout.max_new_tokens", 9),

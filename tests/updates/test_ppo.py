@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, open_private
@@ -21,7 +19,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.pg import LARGEST_RATIO
-from dprlhf.updates.ppo import minibatch, ppo, project
+from dprlhf.updates.ppo import ppo, project
 from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
@@ -37,7 +35,7 @@ from helpers.rounds import (
     token_logprobs,
 )
 
-# The package names the function, so attributes do not lead to the module.
+RATE = "LOCAL_LEARNING_RATE"  # the package names the function, so attributes lead to no module
 
 
 def spec_of(**values: Any) -> recipe.PPO:
@@ -65,8 +63,8 @@ def train_alone(policy, responses, scores, user, spec, radius, project_at="every
     start = joined(parameters)
     rows = np.flatnonzero(responses.user == user)
     k = len(responses.user) // len(responses.prompts)
-    tokens, advantages, old, order = [], [], [], []
-    for place, row in enumerate(rows):
+    tokens, advantages, old = [], [], []
+    for row in rows:
         of_prompt = scores.values[row - row % k : row - row % k + k]
         advantage = (scores.values[row] * k - of_prompt.sum()) / (k - 1)
         with torch.no_grad():
@@ -80,31 +78,22 @@ def train_alone(policy, responses, scores, user, spec, radius, project_at="every
             tokens.append((row, t))
             advantages.append(advantage * float((logprobs[t] - current[t]).exp()))
             old.append(logprobs[t])
-            order.append(place * responses.max_new_tokens + t)
-    optimizer = torch.optim.SGD(parameters, spec.local_learning_rate, maximize=True)
-    n = len(tokens)
-    for epoch in range(spec.epochs):
-        numbers = np.random.default_rng(epoch).random(responses.max_new_tokens * len(rows))
-        shuffled = sorted(range(n), key=lambda i: numbers[order[i]])
-        for part in range(spec.minibatches):
-            first = part * n // spec.minibatches
-            last = max((part + 1) * n // spec.minibatches, first + 1)
-            chosen = shuffled[first:last]
-            now = {row: token_logprobs(policy, responses, row, own) for row in rows}
-            terms = []
-            for i in chosen:
-                row, t = tokens[i]
-                ratio = (now[row][t] - old[i]).exp()
-                term = ratio * advantages[i]
-                if spec.clip_range is not None:
-                    lowest, highest = 1 - spec.clip_range, 1 + spec.clip_range
-                    term = torch.minimum(term, ratio.clamp(lowest, highest) * advantages[i])
-                terms.append(term)
-            optimizer.zero_grad()
-            (torch.stack(terms).mean() * n / len(rows)).backward()
-            optimizer.step()
-            if project_at == "every step":
-                put_back(parameters, start, radius)
+    optimizer = torch.optim.SGD(parameters, ppo.__globals__[RATE], maximize=True)
+    for _ in range(spec.epochs):
+        now = {row: token_logprobs(policy, responses, row, own) for row in rows}
+        terms = []
+        for (row, t), advantage, before in zip(tokens, advantages, old, strict=True):
+            ratio = (now[row][t] - before).exp()
+            term = ratio * advantage
+            if spec.clip_range is not None:
+                lowest, highest = 1 - spec.clip_range, 1 + spec.clip_range
+                term = torch.minimum(term, ratio.clamp(lowest, highest) * advantage)
+            terms.append(term)
+        optimizer.zero_grad()
+        (torch.stack(terms).sum() / len(rows)).backward()
+        optimizer.step()
+        if project_at == "every step":
+            put_back(parameters, start, radius)
     put_back(parameters, start, radius)
     return joined(parameters) - start
 
@@ -152,13 +141,11 @@ def train_together(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "one step": {"local_learning_rate": 0.05},
-    "epochs": {"epochs": 3, "local_learning_rate": 0.3},
-    "minibatches": {"minibatches": 3, "local_learning_rate": 0.05},
-    "both": {"epochs": 2, "minibatches": 2, "local_learning_rate": 0.5},
-    "clip range": {"epochs": 3, "clip_range": 0.1, "local_learning_rate": 0.3},
-    "reference": {"epochs": 2, "local_learning_rate": 0.2},
-    "reference clip range": {"epochs": 2, "clip_range": 0.1, "local_learning_rate": 0.2},
+    "one step": {},
+    "epochs": {"epochs": 3},
+    "clip range": {"epochs": 3, "clip_range": 0.1},
+    "reference": {"epochs": 2},
+    "reference clip range": {"epochs": 2, "clip_range": 0.1},
 }
 
 
@@ -181,11 +168,12 @@ def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> Non
     [
         *(("gpt2", "lora", case) for case in CASES if case != "reference"),
         ("llama", "ffa-lora", "clip range"),
-        ("llama", "lora", "both"),
+        ("llama", "lora", "epochs"),
     ],
 )
-def test_equals_a_loop_over_users_with_policies_of_their_own(kind, adapter, case):
+def test_equals_a_loop_over_users_with_policies_of_their_own(kind, adapter, case, monkeypatch):
     """Users with one and two prompts, two padded widths, ragged responses, some clipped."""
+    monkeypatch.setitem(ppo.__globals__, RATE, 0.3)
     policy = policy_of(kind, adapter)
     spec = spec_of(**CASES[case])
     shape = Shape([[5, 1], [2], [18]], k=2, length=4)
@@ -216,25 +204,27 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(kind, adapter, case
 
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
 @pytest.mark.parametrize("learning_rate", [0.1, 2.0])
-def test_one_sgd_step_on_all_tokens_is_the_policy_gradient(baseline, learning_rate):
+def test_one_sgd_step_on_all_tokens_is_the_policy_gradient(baseline, learning_rate, monkeypatch):
     """The sum of clip(lr · g_u, S) is lr times that of clip(g_u, S / lr)."""
+    monkeypatch.setitem(ppo.__globals__, RATE, learning_rate)
     policy = policy_of()
     responses = batch_of(MIXED, seed=5, shuffled=True)
     scores = random_scores(responses)
     clip_norm = 1.5
     pg_round, pg_gate = round_of(policy, responses, scores, clip_norm=clip_norm / learning_rate)
     UPDATES["pg"](pg_round, recipe.PG.model_validate({"baseline": baseline}))
-    spec = spec_of(baseline=baseline, local_learning_rate=learning_rate)
+    spec = spec_of(baseline=baseline)
     _, _, gate = train_together(policy, responses, scores, spec, clip_norm)
     assert relative_error(gate.sums[0].total, learning_rate * pg_gate.sums[0].total) < 1e-9
     assert UPDATES["ppo"] is ppo
 
 
 def test_it_projects_after_every_step_and_not_only_at_the_end(monkeypatch):
+    monkeypatch.setitem(ppo.__globals__, RATE, 2.0)
     policy = policy_of()
     responses = batch_of(Shape([[3], [5]], k=2, length=4), seed=1)
     scores = random_scores(responses)
-    spec = spec_of(epochs=4, local_learning_rate=2.0)
+    spec = spec_of(epochs=4)
     radius = 0.5
     measured, _, _ = train_together(policy, responses, scores, spec, radius)
     for how, same in (("every step", True), ("the end", False)):
@@ -265,13 +255,14 @@ def test_the_server_moves_by_the_mean() -> None:
     assert float(moved.norm()) > 0.01
 
 
-def test_the_joint_vector_keeps_within_the_clip_norm() -> None:
+def test_the_joint_vector_keeps_within_the_clip_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Telemetry has its part e; the move's radius is √(S² − e²), in every step."""
+    monkeypatch.setitem(ppo.__globals__, RATE, 100.0)
     policy = policy_of()
     responses = batch_of(Shape([[3, 6]], k=2, length=4), seed=1)
     scores = Scores(np.array([3.0, 3.0, 3.0, 2.9]), np.ones(4, dtype=bool), {})
     telemetry = TelemetryCoordinates(0.6, 3.0)
-    spec = spec_of(epochs=3, local_learning_rate=100.0)
+    spec = spec_of(epochs=3)
     _, round_, gate = train_together(policy, responses, scores, spec, 1.0, telemetry=telemetry)
     assert round_.vector_clip_norm == 1.0  # after the release the telemetry is out
     total = gate.sums[0].total
@@ -289,7 +280,7 @@ def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(absent: 
     lengths = [[40], [3], [5], [2, 4], [2, 4, 6, 8], [7], [1, 1], [6], [2], [3, 3], [9], [11]]
     responses = batch_of(Shape(lengths, k=2, length=5), seed=0)
     scores = random_scores(responses)
-    spec = spec_of(epochs=2, minibatches=2, batch_size=8)
+    spec = spec_of(epochs=2, batch_size=8)
     keep = [u for u in range(responses.users) if u != absent]
     everyone, _, _ = train_together(policy, responses, scores, spec, 1.0)
     fewer, _, _ = train_together(
@@ -307,29 +298,6 @@ def test_a_user_that_comes_twice_is_refused() -> None:
     twice = Private([(np.array([2]), vector), (np.array([2]), vector)])
     with pytest.raises(ValueError, match="twice"):
         round_.clipped_vectors(twice)
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    real=st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=4).filter(
-        lambda rows: all(any(row) for row in rows)
-    ),
-    count=st.integers(1, 9),
-    epoch=st.integers(0, 5),
-)
-def test_minibatches_cut_each_users_own_tokens(real, count, epoch):
-    tokens = torch.tensor(real)
-    parts = torch.stack([minibatch(tokens, count, part, epoch) for part in range(count)])
-    sizes, own = parts.sum(2), tokens.sum(1)
-    assert not (parts & ~tokens).any()
-    assert torch.equal(parts.any(0), tokens)
-    assert ((sizes.max(0).values - sizes.min(0).values) <= 1).all()
-    assert (sizes >= 1).all()
-    assert (parts.sum(0)[own >= count] <= 1).all()
-    for user in range(len(real)):  # and nobody else's
-        own_tokens = tokens[user : user + 1]
-        alone = torch.stack([minibatch(own_tokens, count, p, epoch) for p in range(count)])
-        assert torch.equal(alone[:, 0], parts[:, user])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -367,10 +335,11 @@ def test_each_users_rows_see_their_own_copy(kind: tiny.Kind, adapter: str) -> No
     assert [len(m._forward_hooks) for m in policy.model.modules()] == hooks
 
 
-def test_local_moves_have_no_radius_in_a_subspace() -> None:
+def test_local_moves_have_no_radius_in_a_subspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clip norm is the unit of the coordinates there; a full move has another length."""
+    monkeypatch.setitem(ppo.__globals__, RATE, 0.5)
     subspace = {"rank": 2, "prompts": 8, "data": {"path": "public.csv"}}
-    policy, spec = policy_of(), spec_of(epochs=3, local_learning_rate=0.5, subspace=subspace)
+    policy, spec = policy_of(), spec_of(epochs=3, subspace=subspace)
     responses = batch_of(MIXED, seed=3)
     generator = torch.Generator().manual_seed(1)
     some = torch.randn(policy.dimension, 2, dtype=torch.float64, generator=generator)

@@ -17,6 +17,7 @@ from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import find_update
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.pg import advantage_weights
+from dprlhf.updates.ppo import LOCAL_LEARNING_RATE
 from dprlhf.updates.rebel import loss_weights
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.policies import policy_of
@@ -45,7 +46,7 @@ def sampled() -> tuple[CausalLMPolicy, Responses, Scores]:
     [
         {"name": "pg"},
         {"name": "grpo"},
-        {"name": "ppo", "local_learning_rate": 1.0},
+        {"name": "ppo"},
         {"name": "rebel", "steps": 1},
     ],
     ids=lambda update: update["name"],
@@ -63,7 +64,7 @@ def test_the_sum_is_that_of_the_truncated_policys_scores(update: dict[str, Any])
     less = Scores((scores.values - penalty).clip(-3, 3), scores.valid, {})
     valid, ones = np.ones(responses.users, bool), np.ones(len(responses.user))
     if update["name"] == "rebel":
-        weights = loss_weights(responses, less, valid, 0 * ones, eta=1.0)
+        weights = loss_weights(responses, less, valid, 0 * ones)
     else:
         baseline = "group" if update["name"] == "grpo" else "loo"
         weights = advantage_weights(responses, less, valid, ones, baseline=baseline)
@@ -72,6 +73,8 @@ def test_the_sum_is_that_of_the_truncated_policys_scores(update: dict[str, Any])
     truth = torch.zeros(policy.dimension, dtype=torch.float64)
     for user in range(responses.users):
         truth += gradient_of_user(policy, responses, weights, user)
+    if update["name"] == "ppo":
+        truth *= LOCAL_LEARNING_RATE
     assert relative_error(gate.sums[0].total, truth) < 1e-9
     policy.sampling = Sampling()
     whole = torch.zeros_like(truth)

@@ -14,6 +14,7 @@ from dprlhf.rewards import LoadedReward, Scorer, Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.ppo import LOCAL_LEARNING_RATE
 from helpers.autograd import relative_error
 from helpers.batches import Shape, with_tools
 from helpers.policies import policy_of
@@ -27,7 +28,7 @@ UPDATE_CASES: list[dict[str, Any]] = [
     {"name": "pg", "baseline": "group"},
     {"name": "grpo", "scale_rewards": True},
     {"name": "grpo", "scale_rewards": False},
-    {"name": "ppo", "baseline": "loo", "local_learning_rate": 1.0},
+    {"name": "ppo", "baseline": "loo"},
 ]
 IDS = ["pg-loo", "pg-paired", "pg-group", "grpo-scaled", "grpo", "ppo"]
 
@@ -118,6 +119,8 @@ def test_each_turn_has_the_advantage_of_its_own_return(settings: dict[str, Any])
     answers = drawn(responses, 1)
     found = sums(policy, responses, scored(responses, answers), settings)
     true = truth(policy, responses, answers, settings)
+    if settings["name"] == "ppo":
+        true *= LOCAL_LEARNING_RATE
     assert relative_error(found, true) < 1e-9
     totals = scored(responses, [sum(a) for a in answers])
     assert relative_error(sums(policy, responses, totals, settings), true) > 0.05

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from dprlhf import recipe
+from dprlhf.recipe.sections import BETAS
 
 _ADAM_EPSILON = 1e-8  # torch's own
 
@@ -64,12 +65,11 @@ class NoiseCorrectedAdam(torch.optim.Optimizer):
         self, parameters: Iterable[torch.Tensor], spec: recipe.Optimizer, noise_std: float
     ) -> None:
         super().__init__(parameters, {"lr": spec.learning_rate, "noise_std": noise_std})
-        self._spec = spec
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Descend along the parameters' gradients."""
-        first, second = self._spec.betas
+        first, second = BETAS
         for group in self.param_groups:
             now = group["noise_std"] ** 2
             for parameter in group["params"]:

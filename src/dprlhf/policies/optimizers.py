@@ -9,6 +9,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.boundary import Released, open_released
+from dprlhf.recipe.sections import BETAS
 
 
 def make_optimizer(
@@ -18,7 +19,7 @@ def make_optimizer(
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
     if spec.name == "adam":
-        return torch.optim.Adam(parameters, spec.learning_rate, betas=spec.betas)
+        return torch.optim.Adam(parameters, spec.learning_rate, betas=BETAS)
     from dprlhf.policies.noise_aware_optimizers import NoiseCorrectedAdam, NormalizedSGD
 
     if spec.name == "normalized-sgd":

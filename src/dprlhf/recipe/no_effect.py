@@ -23,7 +23,7 @@ def without_effect(recipe: AnyRecipe) -> list[str]:
 def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     optimizer = recipe.optimizer
     if optimizer.name in ("adam", "adam-corrected") and changed(optimizer, "momentum"):
-        yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, whose is betas"
+        yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, which has its own"
     data = recipe.data
     if data.user_column is None and changed(data, "max_prompts_per_user"):
         yield "data.max_prompts_per_user", "without data.user_column: each row is a user"

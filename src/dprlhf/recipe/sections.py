@@ -10,7 +10,8 @@ from dprlhf.hub import split_revision
 from dprlhf.recipe.base import IN_MEMORY, Experimental, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.policy import Policy, Source
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
+BETAS = (0.9, 0.9)
+"""Decay rates (β₁, β₂) of Adam's moments; a slower β₂, as torch's, learns little in few rounds."""
 
 
 class Reward(Settings):
@@ -223,7 +224,7 @@ class Optimizer(Settings):
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
-        betas: Decay rates (β₁, β₂) of Adam's moments; a slow β₂ learns little in few rounds.
+
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
@@ -231,7 +232,7 @@ class Optimizer(Settings):
     name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
     learning_rate: PositiveFloat = 0.02
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    betas: tuple[Beta, Beta] = (0.9, 0.9)
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 

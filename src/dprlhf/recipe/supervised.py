@@ -324,11 +324,9 @@ class FeedbackUpdate(_NamedAsInTRL):
             undesirable; the reference point of ``kto`` comes from the public rows alone.
         baseline: Feedback that says nothing, a public number; with labels 0 and 1 take 0.5.
         reward_range: Bound R on A, which is clipped to [−R, R].
-        max_ratio: Bound c on the importance ratio of ``policy_gradient``, a geometric mean over the
-            tokens of a completion.
+
         beta: Strength β of the implicit KL penalty against the reference, in the two KTO losses.
-        desirable_weight: Weight of desirable completions in the two KTO losses.
-        undesirable_weight: Weight of undesirable completions in the two KTO losses.
+
         value_rounds: Number of rounds at the end that leave the policy as it is and estimate from
             their users' logs the feedback that it would get, with an interval. They cost no further
             ε, but their users teach nothing.
@@ -337,10 +335,9 @@ class FeedbackUpdate(_NamedAsInTRL):
     loss_type: Literal["policy_gradient", "kto", "apo_zero_unpaired"] = "policy_gradient"
     baseline: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     reward_range: PositiveFloat = 1.0
-    max_ratio: Annotated[float, Field(ge=1)] = 2.0
+
     beta: PositiveFloat = 0.1
-    desirable_weight: PositiveFloat = 1.0
-    undesirable_weight: PositiveFloat = 1.0
+
     value_rounds: Annotated[int, Field(ge=0)] = 0
 
 

@@ -45,7 +45,7 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
     if recipe.rollout.truncates and update.moves_within_round:
         key = recipe.rollout.truncates[0]
         instead = {
-            "ppo": "write update.epochs: 1 and minibatches: 1",
+            "ppo": "write update.epochs: 1",
             "rebel": "write update.steps: 1 or give update.oracle",
         }
         raise ValueError(

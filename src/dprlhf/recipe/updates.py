@@ -95,9 +95,8 @@ class PPO(_Advantage):
     Attributes:
         name: ``ppo``.
         baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
-        epochs: Passes E over a user's own tokens.
-        minibatches: Number of parts that a user's tokens are split into, with one local step each.
-        local_learning_rate: Step size of SGD on a user's copy.
+        epochs: Passes E over a user's own tokens, with one local step each.
+
         clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips a
             token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
     """
@@ -105,8 +104,7 @@ class PPO(_Advantage):
     name: Literal["ppo"] = "ppo"
     baseline: Baseline = "loo"
     epochs: PositiveInt = 1
-    minibatches: PositiveInt = 1
-    local_learning_rate: PositiveFloat = 0.1
+
     clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @property
@@ -117,7 +115,7 @@ class PPO(_Advantage):
     @property
     def moves_within_round(self) -> bool:
         """Whether log-probabilities are taken at parameters other than those that sampled."""
-        return self.epochs * self.minibatches > 1
+        return self.epochs > 1
 
     @property
     def released(self) -> str:
@@ -132,14 +130,14 @@ class REBEL(PrivateUpdate):
 
     Attributes:
         name: ``rebel``.
-        eta: Step size η in the loss ((1/η)(Δ(y) − Δ(y′)) − Â)².
+
         steps: Number J of noised gradient steps on the loss, each a release of the round.
         oracle: Solves the linearised loss by regression in the place of these steps (Gauss-Newton);
             null takes the steps.
     """
 
     name: Literal["rebel"] = "rebel"
-    eta: PositiveFloat = 1.0
+
     steps: PositiveInt = 2
     oracle: Oracle | None = None
 

@@ -56,6 +56,10 @@ Array = NDArray[np.float64]
 _COMPARED = 64
 """Most public rows over which the reference point of KTO is a mean."""
 
+# What ``policy_gradient`` lets an importance ratio count at most, a geometric mean over a
+# completion's tokens. On-policy it is 1, and every update truncates its ratios at 2.
+LARGEST_RATIO = 2.0
+
 
 def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf feedback``."""
@@ -164,11 +168,10 @@ class Reactions:
         gained = log_ratio(model, encoded, batch_size)
         if update.loss_type == "policy_gradient":
             tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
-            kept = np.exp(np.minimum(gained / tokens, math.log(update.max_ratio))) * counts
+            kept = np.exp(np.minimum(gained / tokens, math.log(LARGEST_RATIO))) * counts
             return -tokens * kept, kept
         side = np.sign(counts)
-        weight = np.where(side > 0, update.desirable_weight, update.undesirable_weight)
-        weight = weight * np.abs(side)
+        weight = np.abs(side)  # TRL's weights of desirable and undesirable completions are 1
         ahead = side * update.beta * (gained - self.reference_point(model, batch_size))
         missing = np.exp(-np.logaddexp(0, ahead))  # 1 − σ
         return weight * missing, weight * side * 4 * missing * (1 - missing)

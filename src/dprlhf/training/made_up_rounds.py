@@ -213,7 +213,7 @@ def contributions(
     if isinstance(update, recipe.PPO):
         from dprlhf.updates.ppo import train_copies
 
-        quick = update.model_copy(update={"epochs": 1, "minibatches": 1})
+        quick = update.model_copy(update={"epochs": 1})
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
         for batch in micro_batches(rows, size, alone=policy.mixes_rows is not None):
             yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0)]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Optimizer
+from dprlhf.recipe.sections import BETAS
 from dprlhf.training.choices import Signal, averaged_norms, cosines
 
 Array = NDArray[np.float64]
@@ -53,7 +54,7 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
     Args:
         clip_norm: The clip norm S, which ``sgd`` steps are proportional to.
     """
-    momentum = optimizer.betas[0] if optimizer.name.startswith("adam") else optimizer.momentum
+    momentum = BETAS[0] if optimizer.name.startswith("adam") else optimizer.momentum
     cos, norms = cosines(plan, signal, momentum), averaged_norms(plan, signal, momentum)
     rates = np.array([learning_rate(optimizer, t + 1, plan.rounds) for t in range(plan.rounds)])
     if optimizer.name == "sgd":

@@ -17,6 +17,7 @@ import trl
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import KL, PG, Data, Optimizer, Privacy, Recipe, Rollout
 from dprlhf.recipe.base import default_of
+from dprlhf.recipe.sections import BETAS
 from dprlhf.recipe.trl_names import update_settings
 from dprlhf.trl.fields import GRPO, RLOO, Field
 
@@ -112,8 +113,8 @@ class PrivacyFields:
     learning_rate: float | None = field(
         default=None, metadata={"help": "Step size; None takes the recipe's default."}
     )
-    adam_beta1: float = field(default=default_of(Optimizer, "betas")[0], metadata={"help": "β₁."})
-    adam_beta2: float = field(default=default_of(Optimizer, "betas")[1], metadata={"help": "β₂."})
+    adam_beta1: float = field(default=BETAS[0], metadata={"help": "β₁."})
+    adam_beta2: float = field(default=BETAS[1], metadata={"help": "β₂."})
     lr_scheduler_type: str = field(
         default=default_of(Optimizer, "schedule"), metadata={"help": "constant, linear or cosine."}
     )

@@ -137,8 +137,6 @@ def feedback_recipe_of(
         "update": {
             "loss_type": args.loss_type,
             "beta": args.beta,
-            "desirable_weight": args.desirable_weight,
-            "undesirable_weight": args.undesirable_weight,
             "value_rounds": args.privacy_value_rounds,
             "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
             "batch_size": args.per_device_train_batch_size,
@@ -159,7 +157,7 @@ def _step_rule(kind: type[Any]) -> dict[str, Any]:
     """Return the settings of the optimizer, with their defaults in a config."""
     own = defaults(kind)
     return {name: own[name] for name in (
-        "learning_rate", "adam_beta1", "adam_beta2", "optim", "lr_scheduler_type", "warmup_steps",
+        "learning_rate", "optim", "lr_scheduler_type", "warmup_steps",
     )}  # fmt: skip
 
 
@@ -314,7 +312,6 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
     return {
         "name": "sgd" if optim == "sgd" else "adam",
         **({} if args.learning_rate is None else {"learning_rate": args.learning_rate}),
-        "betas": (args.adam_beta1, args.adam_beta2),
         "schedule": _SCHEDULES[schedule],
         "warmup": warmup if warmup < 1 else min(warmup / rounds, 0.99),
     }

@@ -14,8 +14,8 @@ Departures from the paper:
 - Advantages come from the user's own responses, and every token of a response carries its
   response's. The paper's critic (appendix C.2.1) is fitted on users without noise and outlives the
   round: it would carry one round's users into the next round's release.
-- A minibatch's mean over tokens is multiplied by the user's tokens a response. So one SGD step on
-  all tokens is the learning rate times DP-PG's gradient.
+- A local step is on all tokens of the user (one minibatch), whose mean is multiplied by the user's
+  tokens a response. So one step is :data:`LOCAL_LEARNING_RATE` times DP-PG's gradient.
 - A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
   is truncated at ``LARGEST_RATIO``. ``clip_range`` applies to the second (as arXiv
   2110.00641 does), or it would exclude tokens because of the policy that sampled them.
@@ -26,7 +26,6 @@ Departures from the paper:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -44,6 +43,9 @@ from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
 from dprlhf.updates.round import PrivateRound
+
+LOCAL_LEARNING_RATE = 0.1
+"""Step size of SGD on a user's copy: most copies reach a clip norm that suits their gradients."""
 
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
@@ -101,16 +103,13 @@ def train_copies(
     of_rows = np.where(batch.rows[:, None] < 0, 0.0, weights[batch.rows])
     weight = torch.from_numpy(of_rows).to(parameter)
     # What fills up the last pass of a user with many rows has no weight.
-    real, weight = real.view(users, -1), weight.view(users, -1)
-    count = real.sum(1, keepdim=True).to(weight)
+    of_token = torch.where(real.view(users, -1).to(policy.device), weight.view(users, -1), 0.0)
     passes = _Passes(policy, tokens, mask, responses, batch)
     moves: torch.Tensor = parameter.new_zeros(users, policy.dimension)
-    for epoch, part in itertools.product(range(spec.epochs), range(spec.minibatches)):
-        chosen = minibatch(real, spec.minibatches, part, epoch).to(policy.device)
-        of_token = torch.where(chosen, weight * count / chosen.sum(1, keepdim=True), 0.0)
+    for _ in range(spec.epochs):
         moves = project(moves, bound)
         gradient = passes.gradient(moves, of_token, spec.clip_range)
-        moves = moves + spec.local_learning_rate * gradient
+        moves = moves + LOCAL_LEARNING_RATE * gradient
     return moves
 
 
@@ -167,20 +166,6 @@ def surrogate(
         return (ratio * weight).sum()
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     return torch.minimum(ratio * weight, clipped * weight).sum()
-
-
-def minibatch(real: torch.Tensor, count: int, part: int, epoch: int) -> torch.Tensor:
-    """Return a mask of each user's tokens that are in one of its ``count`` minibatches.
-
-    The minibatches of an epoch cut a public permutation of the user's own tokens. A user with fewer
-    tokens than minibatches has tokens in several, and none of its minibatches is empty.
-    """
-    order = torch.from_numpy(np.random.default_rng(epoch).random(real.shape[1]))
-    rank = torch.where(real, order, 2.0).argsort(1).argsort(1)  # the user's tokens come first
-    tokens = real.sum(1, keepdim=True)
-    first = part * tokens // count
-    last = torch.maximum((part + 1) * tokens // count, first + 1)
-    return real & (rank >= first) & (rank < last)
 
 
 def project(moves: torch.Tensor, bound: float) -> torch.Tensor:
