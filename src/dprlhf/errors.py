@@ -58,6 +58,8 @@ REMOVED = {
     "update.max_ratio": "ratios are truncated at 2",
     "desirable_weight": "completions of both kinds count alike",
     "undesirable_weight": "completions of both kinds count alike",
+    "rollout.cuda_graphs": "a GPU replays graphs wherever it can",
+    "rollout.repetition_penalty": "give a reward that counts repetition, or rollout.top_p",
     "optimizer.betas": "Adam's are 0.9 and 0.9, which learns most in few rounds",
     "local_optimizer": "users' copies are trained by SGD",
     "update.minibatches": "a user's copy takes one step an epoch: write update.epochs",

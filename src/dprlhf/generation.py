@@ -72,7 +72,7 @@ def generate(
     asked = in_memory_prompts(given)
     # The run's batches may have a thousand rows; these need what they fill.
     one = public_sampling_settings(recipe.rollout, len(asked), 1)
-    one = one.model_copy(update={"backend": "transformers", "cuda_graphs": False})
+    one = one.model_copy(update={"backend": "transformers"})
     texts = {}
     for name in ("base", "tuned"):
         with policy.base() if name == "base" else contextlib.nullcontext():

@@ -163,8 +163,7 @@ def look_up(name: str) -> str:
 ROLLOUTS: dict[str, dict[str, Any]] = {
     "cut at one token": {"mask_truncated": True}, "the likeliest alone": {"top_k": 1},
     "a nucleus": {"top_p": 0.1}, "as likely as the likeliest": {"min_p": 1.0},
-    "no repetition": {"repetition_penalty": 2.0}, "stop": {"stop": ["a"]},
-    "graphs": {"cuda_graphs": True}, "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
+    "stop": {"stop": ["a"]}, "an agent": {"agent": {"tools": [f"{__file__}:look_up"]}},
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "base": [{"rollout__base_policy": n} for n in ("on-policy", "reference")],
     "subspace": [{}, {"update__subspace": {"rank": 2, "prompts": 4}}],
     "prompts": [{"data__max_prompts_per_user": n} for n in (1, 2)],
-    "sampling": [{}, {"rollout__top_k": 9, "rollout__repetition_penalty": 1.3}],
+    "sampling": [{}, {"rollout__top_k": 9}],
     "truncated": [
         {},
         {"rollout__mask_truncated": True, "rollout__stop": [*map(chr, range(33, 127))]},

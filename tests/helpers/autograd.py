@@ -6,7 +6,6 @@ from numpy.typing import NDArray
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,8 +26,7 @@ def gradient_of_user(
         prompt = int(responses.mask[row, : -responses.max_new_tokens].sum())
         logits = policy.model(input_ids=ids[None]).logits[0]
         score = sum(
-            log_distribution(policy, logits[i - 1], ids[:i])[ids[i]]
-            for i in range(prompt, len(ids))
+            log_distribution(policy, logits[i - 1])[ids[i]] for i in range(prompt, len(ids))
         )
         assert isinstance(score, torch.Tensor)
         gradients = torch.autograd.grad(score, parameters)
@@ -36,22 +34,14 @@ def gradient_of_user(
     return total
 
 
-def log_distribution(
-    policy: CausalLMPolicy, logits: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
+def log_distribution(policy: CausalLMPolicy, logits: torch.Tensor) -> torch.Tensor:
     """The log-probabilities of the next token, by transformers' own processors, ``[vocabulary]``.
 
     Args:
         policy: The policy, with its temperature and its settings of sampling.
         logits: Logits of the next token, ``[vocabulary]``.
-        before: Tokens that stand before it, without padding.
     """
     sampling, processors = policy.sampling, LogitsProcessorList()
-    scores = logits[None]
-    if sampling.repetition_penalty != 1:
-        # Each token once: autograd counts a scattered value as often as its place is written.
-        penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        scores = penalty(before.unique()[None], scores)
     processors.append(TemperatureLogitsWarper(policy.temperature))
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))
@@ -59,7 +49,8 @@ def log_distribution(
         processors.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         processors.append(MinPLogitsWarper(sampling.min_p))
-    return torch.log_softmax(processors(before[None], scores)[0], dim=-1)
+    nothing = torch.empty(1, 0, dtype=torch.long)  # what stands before changes none of these
+    return torch.log_softmax(processors(nothing, logits[None])[0], dim=-1)
 
 
 def relative_error(measured: torch.Tensor, truth: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Top-k, top-p, min-p and the repetition penalty, against transformers."""
+"""Top-k, top-p and min-p, against transformers."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies import warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
-from dprlhf.policies.warpers import Rows, cutoff, truncated, warped, warped_logprobs
+from dprlhf.policies.warpers import cutoff, truncated, warped, warped_logprobs
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
@@ -28,14 +28,12 @@ from helpers.marks import slow
 from helpers.policies import policy_of
 
 EOS = 0
-PROMPT = 5
 
 EACH = [
     Sampling(top_k=5),
     Sampling(top_p=0.83),
     Sampling(min_p=0.2),
-    Sampling(repetition_penalty=1.3),
-    Sampling(top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=0.8),
+    Sampling(top_k=40, top_p=0.9, min_p=0.02),
 ]
 
 
@@ -67,18 +65,8 @@ def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
     )
 
 
-def rows_of(rows: int, length: int, vocabulary: int, seed: int = 0) -> Rows:
-    random = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, vocabulary, (rows, PROMPT + length), generator=random)
-    mask = torch.ones_like(tokens)
-    for row in range(rows):
-        mask[row, : row % PROMPT] = 0
-    return Rows(tokens, mask, length)
-
-
 def by_transformers(policy: Any, logits: torch.Tensor) -> torch.Tensor:
-    rows = [log_distribution(policy, row, torch.tensor([1])) for row in logits]
-    return torch.stack(rows)
+    return torch.stack([log_distribution(policy, row) for row in logits])
 
 
 @settings(max_examples=100, deadline=None)
@@ -104,7 +92,7 @@ def test_the_kept_tokens_are_those_of_transformers(
     policy = policy_of()
     with policy.sampled_with(sampling, temperature):
         theirs = by_transformers(policy, logits).isfinite()
-    scores = warped(logits, sampling, temperature, before=None)
+    scores = warped(logits, temperature)
     ours = truncated(scores, sampling).isfinite()
     assert bool(ours.any(1).all())
     if not ties:
@@ -131,25 +119,23 @@ def test_value_and_gradient_are_those_of_autograd(sampling, size, monkeypatch):
         return (slice(s, min(s + size, len(logits))) for s in range(0, len(logits), size))
 
     monkeypatch.setattr(warpers, "row_parts", parts)
-    rows, length, vocabulary = 3, 4, 23
+    rows, vocabulary = 12, 23
     random = torch.Generator().manual_seed(1)
-    logits = 3 * torch.randn(rows * length, vocabulary, generator=random, dtype=torch.float64)
-    weights = torch.randn(rows * length, generator=random, dtype=torch.float64)
-    given_ = rows_of(rows, length, vocabulary)
+    logits = 3 * torch.randn(rows, vocabulary, generator=random, dtype=torch.float64)
+    weights = torch.randn(rows, generator=random, dtype=torch.float64)
+    chosen = torch.zeros(rows, dtype=torch.long)
     policy = policy_of()
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
     with policy.sampled_with(sampling, 0.7):
         truth = []
-        for number in range(rows * length):
-            row, step = divmod(number, length)
-            before = given_.tokens[row, row % PROMPT : PROMPT + step]
-            distribution = log_distribution(policy, theirs[number], before)
-            # a token that can be drawn: the likeliest but for a row's number
+        for row in range(rows):
+            distribution = log_distribution(policy, theirs[row])
+            # a token that can be drawn: one of the likeliest three
             order = distribution.argsort(descending=True)[: int(distribution.isfinite().sum())]
-            given_.tokens[row, PROMPT + step] = order[min(row, len(order) - 1)]
-            truth.append(distribution[given_.tokens[row, PROMPT + step]])
+            chosen[row] = order[min(row % 3, len(order) - 1)]
+            truth.append(distribution[chosen[row]])
         expected = torch.stack(truth)
-    found = warped_logprobs(ours, given_, sampling, 0.7)
+    found = warped_logprobs(ours, chosen, sampling, 0.7)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     found.backward(weights)
     expected.backward(weights)
@@ -160,8 +146,7 @@ def test_a_sampled_token_that_rounding_puts_below_the_edge_counts_as_kept() -> N
     """Its log-probability is finite and its gradient that of a set with it."""
     logits = torch.tensor([[3.0, 2.0, 2.0 - 1e-6, -1.0]] * 2, dtype=torch.float64)
     logits.requires_grad_()
-    rows = Rows(torch.tensor([[1, 2], [1, 3]]), torch.ones(2, 2, dtype=torch.long), 1)
-    found = warped_logprobs(logits, rows, Sampling(top_k=2), 1.0)
+    found = warped_logprobs(logits, torch.tensor([2, 3]), Sampling(top_k=2), 1.0)
     sets = [logits[0, :3], logits[1, [0, 1, 3]]]
     expected = torch.stack([s.log_softmax(0)[2] for s in sets])
     torch.testing.assert_close(found, expected)
@@ -209,13 +194,9 @@ def test_the_score_has_mean_zero_under_what_is_sampled(sampling: Sampling) -> No
     """Σ π̃(v) ∇ log π̃(v) = 0; with the plain log-softmax it is not (the negative control)."""
     vocabulary = 19
     logits = 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4)).double()
-    logits[3] = logits.max()  # what is repeated
-    tokens = torch.cat([torch.full((vocabulary, 1), 3), torch.arange(vocabulary)[:, None]], 1)
-    rows = Rows(tokens, torch.ones_like(tokens), 1)
-    scores = warped(logits[None], sampling, 1.0, before=torch.tensor([[3]]))
-    mass = truncated(scores, sampling).softmax(1)[0]
+    mass = truncated(warped(logits[None], 1.0), sampling).softmax(1)[0]
     repeated = logits.expand(vocabulary, -1).clone().requires_grad_()
-    found = warped_logprobs(repeated, rows, sampling, 1.0)
+    found = warped_logprobs(repeated, torch.arange(vocabulary), sampling, 1.0)
     drawn = mass > 0
     torch.testing.assert_close(found[drawn].exp(), mass[drawn])
     [mean] = torch.autograd.grad((found * mass)[drawn].sum(), repeated)
@@ -240,7 +221,7 @@ def test_tokens_are_drawn_from_the_stated_distribution(sampling: Sampling) -> No
             continue
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([before])).logits[0, -1]
-            truth = log_distribution(policy, logits, torch.tensor(before)).exp().numpy()
+            truth = log_distribution(policy, logits).exp().numpy()
         counts = np.bincount(tokens, minlength=len(truth))
         assert not counts[truth == 0].any()
         assert chi_square(counts, truth) > 1e-4
@@ -271,14 +252,14 @@ def test_what_a_user_samples_does_not_depend_on_the_batch(sampling: Sampling) ->
 
 
 def test_the_log_ratio_to_the_base_policy_leaves_truncation_out() -> None:
-    sampling = Sampling(top_k=2, repetition_penalty=1.2)
+    sampling = Sampling(top_k=2)
     policy = with_sampling(sampling)
     responses = draw(policy, five(), responses=4)
     found = log_ratio_to_base(policy, responses, 8)
     with policy.base():  # some sampled token is none of the base policy's two
         logits = token_logprobs(policy, responses, 8)
     assert policy.sampling == sampling
-    policy.sampling = sampling.untruncated()
+    policy.sampling = Sampling()
     current = token_logprobs(policy, responses, 8)
     with policy.base():
         expected = current - token_logprobs(policy, responses, 8)

@@ -23,17 +23,12 @@ def made(rollout: dict[str, Any], update: dict[str, Any] | None = None) -> Any:
 
 def test_without_settings_nothing_is_changed_or_cut() -> None:
     assert Sampling.of(recipe.Rollout()).plain
-    off = {"top_k": None, "top_p": 1.0, "min_p": None, "repetition_penalty": 1}
+    off = {"top_k": None, "top_p": 1.0, "min_p": None}
     assert Sampling.of(recipe.Rollout.model_validate(off)).plain
     for name, value in {"top_k": 3, "top_p": 0.9, "min_p": 0.1}.items():
         rollout = recipe.Rollout.model_validate({name: value})
         assert rollout.truncates == [f"rollout.{name}"]
-        assert Sampling.of(rollout).truncates
-        assert Sampling.of(rollout).untruncated().plain
-    penalty = recipe.Rollout(repetition_penalty=1.2)
-    assert not penalty.truncates
-    assert not Sampling.of(penalty).truncates
-    assert not Sampling.of(penalty).plain
+        assert not Sampling.of(rollout).plain
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ def test_without_settings_nothing_is_changed_or_cut() -> None:
 def test_updates_that_move_within_a_round_refuse_truncation(update, instead):
     with pytest.raises(DprlhfError, match=instead):
         made({"top_p": 0.9}, update)
-    made({"repetition_penalty": 1.2}, update)
+    made({"temperature": 0.9}, update)
 
 
 def test_the_others_take_it_and_stop_strings_may_be_one() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from dprlhf import DprlhfError, recipe
+from dprlhf import recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
-from dprlhf.rollout import resolve_batch_size, static_steps
+from dprlhf.rollout import sampling, static_steps
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.static_steps import StaticSteps
 from helpers import tiny
@@ -130,19 +130,21 @@ def test_sampling_gives_the_same_responses(changes, graphs, monkeypatch):
     expected = draw(policy_of("llama"), five(), **settings)
     made = functools.partial(StaticSteps, cuda=Cuda() if graphs else None)
     monkeypatch.setattr(static_steps, "StaticSteps", made)
-    found = draw(policy_of("llama"), five(), cuda_graphs=True, **settings)
+    monkeypatch.setattr(sampling, "replays_graphs", lambda *_: True)
+    found = draw(policy_of("llama"), five(), **settings)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.mask, expected.mask)
 
 
-def test_penalties_and_the_shortest_response_hold_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_cut_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of("gpt2")
-    with policy.sampled_with(Sampling(9, 0.9, 0.01, 1.3)):
+    with policy.sampled_with(Sampling(9, 0.9, 0.01)):
         expected = draw(policy, five(), responses=4)
         monkeypatch.setattr(
             static_steps, "StaticSteps", functools.partial(StaticSteps, cuda=Cuda())
         )
-        found = draw(policy, five(), responses=4, cuda_graphs=True)
+        monkeypatch.setattr(sampling, "replays_graphs", lambda *_: True)
+        found = draw(policy, five(), responses=4)
     assert torch.equal(found.tokens, expected.tokens)
 
 
@@ -162,16 +164,19 @@ def test_a_gpus_graph_computes_what_its_ordinary_steps_do(kind: tiny.Kind) -> No
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def refused(policy: CausalLMPolicy, message: str) -> None:
-    spec = recipe.Rollout(cuda_graphs=True, batch_size=4)
-    with pytest.raises(DprlhfError, match=message):
-        resolve_batch_size(spec, policy, rows=9, max_prompt_tokens=9)
-    resolve_batch_size(recipe.Rollout(batch_size=4), policy, rows=9, max_prompt_tokens=9)
-
-
-def test_models_that_look_back_a_fixed_distance_are_refused() -> None:
+def test_models_that_look_back_a_fixed_distance_are_left_out() -> None:
     config = MistralConfig(**{**tiny.SMALL, "sliding_window": 8})
     policy = make_policy(
         MistralForCausalLM(config), tiny.tokenizer(), recipe.Adapter(type="lora", rank=1)
     )
-    refused(policy, "rollout.cuda_graphs: not for models with a sliding window")
+    assert not static_steps.steps_are_alike(policy)
+    assert static_steps.steps_are_alike(policy_of("llama"))
+
+
+def test_graphs_are_for_a_gpu_and_for_single_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, spec = policy_of("gpt2"), recipe.Rollout()
+    assert not sampling.replays_graphs(policy, spec)
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    assert sampling.replays_graphs(policy, spec)
+    for changes in ({"backend": "vllm"}, {"agent": recipe.Agent(tools=["f"])}):
+        assert not sampling.replays_graphs(policy, spec.model_copy(update=changes))

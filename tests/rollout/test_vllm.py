@@ -85,10 +85,10 @@ def test_vllm_is_asked_for_the_policys_own_distribution(fake: vllm_stub.Faults) 
 
 def test_vllm_gets_the_settings_that_log_probabilities_follow(fake: vllm_stub.Faults) -> None:
     policy = bfloat16_policy()
-    policy.sampling = Sampling(5, 0.9, 0.0, 1.2)
+    policy.sampling = Sampling(5, 0.9, 0.0)
     draw(policy, five(), backend="vllm")
     settings = vars(backend.engine(policy).calls[-1].settings[0])
-    asked = {"top_k": 5, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.2}
+    asked = {"top_k": 5, "top_p": 0.9, "min_p": 0.0}
     assert asked.items() <= settings.items()
 
 

@@ -114,8 +114,7 @@ def test_blank_rows_and_rows_of_other_users_are_both_tried(around: str, update: 
 @pytest.mark.parametrize("moves", [False, True])
 def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(moves, monkeypatch):
     policy, shapes = policy_of(), shapes_of()
-    assert shapes.rollout is not None
-    shapes = replace(shapes, rollout=shapes.rollout.model_copy(update={"cuda_graphs": True}))
+    monkeypatch.setattr("dprlhf.training.made_up_rounds.replays_graphs", lambda *_: True)
     step, made = StaticSteps.logits, []
 
     def by_batch(steps: StaticSteps, *args: Any) -> torch.Tensor:
@@ -133,7 +132,7 @@ def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(moves, monk
 def test_tokens_that_are_kept_by_what_others_have_are_found(where, monkeypatch):
     """What top-p keeps is compared, too: of the draws and of the gradients."""
     policy, shapes = policy_of(), shapes_of()
-    policy.sampling = Sampling(top_p=0.8, repetition_penalty=1.2)
+    policy.sampling = Sampling(top_p=0.8)
     cutoff = warpers.cutoff
 
     def by_batch(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:

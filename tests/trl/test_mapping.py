@@ -45,7 +45,6 @@ def value(recipe: Any, key: str) -> Any:
         ({"top_p": 0.9}, "rollout.top_p", 0.9),
         ({"min_p": 0.1}, "rollout.min_p", 0.1),
         ({}, "rollout.truncates", []),
-        ({"repetition_penalty": 1.2}, "rollout.repetition_penalty", 1.2),
         ({"mask_truncated_completions": True}, "rollout.mask_truncated", True),
         ({"generation_kwargs": {"stop_strings": ["a"]}}, "rollout.stop", ["a"]),
         ({"generation_kwargs": {"top_k": 3}, "top_k": 5}, "rollout.top_k", 3),

@@ -23,7 +23,7 @@ from helpers.autograd import gradient_of_user, relative_error
 from helpers.policies import policy_of
 from helpers.rounds import round_of
 
-SAMPLING = Sampling(top_k=20, top_p=0.9, repetition_penalty=1.2)
+SAMPLING = Sampling(top_k=20, top_p=0.9)
 BETA = 0.1
 
 

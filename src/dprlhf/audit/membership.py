@@ -20,6 +20,7 @@ from dprlhf.audit.extraction import text_logprobs
 from dprlhf.audit.guesses import planned_guesses, surest_guesses
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
@@ -105,7 +106,7 @@ def membership_scores(
 
 def _logprobs(policy: CausalLMPolicy, responses: Responses) -> Array:
     # Without top-k and the like: each policy keeps other tokens, and log 0 is no score.
-    with policy.sampled_with(policy.sampling.untruncated()):
+    with policy.sampled_with(Sampling()):
         found: Array = token_logprobs(policy, responses, _ROWS).sum(1)
     return found
 

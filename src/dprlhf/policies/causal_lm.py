@@ -352,10 +352,9 @@ class CausalLMPolicy:
         if self.sampling.plain:
             found = chosen_logprobs(logits, chosen, self.temperature)
         else:
-            from dprlhf.policies.warpers import Rows, warped_logprobs  # most runs cut nothing
+            from dprlhf.policies.warpers import warped_logprobs  # most runs cut nothing
 
-            rows = Rows(tokens, mask, responses)
-            found = warped_logprobs(logits, rows, self.sampling, self.temperature)
+            found = warped_logprobs(logits, chosen, self.sampling, self.temperature)
         return found.view(len(tokens), responses)
 
     def state(self) -> dict[str, torch.Tensor]:

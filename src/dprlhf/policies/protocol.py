@@ -92,14 +92,12 @@ class Sampling:
             all.
         top_p: The most likely tokens are kept until their probability reaches this.
         min_p: Tokens are kept that are at least this share as likely as the most likely one.
-        repetition_penalty: Scores of tokens in the prompt and in the response so far are divided by
-            it where they are positive, and multiplied by it where they are negative.
+
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, rollout: recipe.Rollout) -> Sampling:
@@ -110,12 +108,3 @@ class Sampling:
     def plain(self) -> bool:
         """Whether tokens come from the softmax of the logits as they are."""
         return self == Sampling()
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens have probability zero because others are more likely."""
-        return self != self.untruncated()
-
-    def untruncated(self) -> Sampling:
-        """Return the settings without top-k, top-p and min-p."""
-        return Sampling(repetition_penalty=self.repetition_penalty)

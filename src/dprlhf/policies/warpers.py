@@ -1,13 +1,13 @@
-"""Top-k, top-p, min-p, repetition penalty: the distribution that a token is really drawn from.
+"""Top-k, top-p and min-p: the distribution that a token is really drawn from.
 
 The settings mean what they mean in transformers' ``generate``, and are applied in its order: the
-repetition penalty acts on the logits, which are then divided by the temperature and cut by top-k,
-top-p and min-p, one after the other. What is left is renormalised.
+logits are divided by the temperature and cut by top-k, top-p and min-p, one after the other. What
+is left is renormalised.
 
 The log-probability of a token is that of this distribution π̃, and so is its gradient: with K the
 kept tokens,
 
-    ∇ log π̃(y) = ∇ s_y − Σ_{v ∈ K} π̃(v) ∇ s_v        (s: scores, the logits after the penalty)
+    ∇ log π̃(y) = ∇ s_y − Σ_{v ∈ K} π̃(v) ∇ s_v        (s: scores, logits over the temperature)
 
 K does not move with θ, except where two scores are equal or a cumulative probability is exactly
 top_p. There the expected reward jumps, and no gradient shows that.
@@ -21,7 +21,6 @@ A row's set depends on that row's logits alone, so it couples no users.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,46 +29,9 @@ from dprlhf.policies.chosen_logprobs import row_parts
 from dprlhf.policies.protocol import Sampling
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Responses whose tokens' log-probabilities are asked for."""
-
-    tokens: torch.Tensor  # [rows, prompt + response], prompts padded on the left
-    mask: torch.Tensor  # 1 for real tokens and 0 for padding, same shape
-    length: int
-
-    @property
-    def chosen(self) -> torch.Tensor:
-        """The response tokens, ``[rows · response]``."""
-        return self.tokens[:, -self.length :].flatten()
-
-    def before(self, part: slice) -> torch.Tensor:
-        """Return the tokens before some of the response tokens, ``[part, prompt + response]``.
-
-        In the place of padding and of what comes later, there is the prompt's last token.
-        """
-        numbers = torch.arange(part.start, part.stop, device=self.tokens.device)
-        row, first = numbers // self.length, self.tokens.shape[1] - self.length
-        column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        stands = self.mask[row].bool() & (column < (first + numbers % self.length)[:, None])
-        return torch.where(stands, self.tokens[row], self.tokens[row, first - 1, None])
-
-
-def warped(
-    logits: torch.Tensor,  # The model's output, [rows, vocabulary]
-    sampling: Sampling,
-    temperature: float,
-    *,
-    before: torch.Tensor | None,  # [rows, any]
-) -> torch.Tensor:
-    """Return the scores before truncation, whose softmax is a distribution; float32 or wider."""
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampling.repetition_penalty != 1:
-        assert before is not None
-        picked, penalty = scores.gather(1, before), sampling.repetition_penalty
-        picked = torch.where(picked < 0, picked * penalty, picked / penalty)
-        scores = scores.scatter(1, before, picked)
-    return scores / temperature
+def warped(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the scores before truncation, ``[rows, vocabulary]``, float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
 def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -100,16 +62,20 @@ def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the scores with −∞ for each token that top-k, top-p or min-p cuts."""
-    if not sampling.truncates:
-        return scores
     return scores.masked_fill(scores < cutoff(scores, sampling), -torch.inf)
 
 
 def warped_logprobs(
-    logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float
+    logits: torch.Tensor,  # [tokens, vocabulary]; the backward pass keeps it as it is
+    chosen: torch.Tensor,  # [tokens]
+    sampling: Sampling,
+    temperature: float,
 ) -> torch.Tensor:
-    """Return log π̃ of the response tokens, for the distribution that they were drawn from."""
-    found: torch.Tensor = _WarpedLogProbs.apply(logits, rows, sampling, temperature)  # type: ignore[no-untyped-call]
+    """Return log π̃ of the chosen tokens, for the distribution that they were drawn from.
+
+    It is ``[tokens]``, float32 or wider.
+    """
+    found: torch.Tensor = _WarpedLogProbs.apply(logits, chosen, sampling, temperature)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -122,52 +88,38 @@ class _WarpedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float
+        ctx: Any,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        sampling: Sampling,
+        temperature: float,
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         lowest, normalizers, found = logits.new_empty((3, len(logits), 1), dtype=wide)
-        chosen = rows.chosen[:, None]
+        chosen = chosen[:, None]
         for part in row_parts(logits, _ON_GPU):
-            scores = _scores(logits, rows, sampling, temperature, part)
+            scores = warped(logits[part], temperature)
             lowest[part] = cutoff(scores, sampling)
             cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
             normalizers[part] = scores.masked_fill(cut, -torch.inf).logsumexp(1, keepdim=True)
             found[part] = scores.gather(1, chosen[part])
-        ctx.save_for_backward(logits, lowest, normalizers)
-        ctx.settings = rows, sampling, temperature
+        ctx.save_for_backward(logits, chosen, lowest, normalizers)
+        ctx.temperature = temperature
         logprobs: torch.Tensor = (found - normalizers)[:, 0]
         return logprobs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, lowest, normalizers = ctx.saved_tensors
-        rows, sampling, temperature = ctx.settings
-        of_logits = torch.empty_like(logits)
-        chosen, gradient = rows.chosen[:, None], gradient[:, None]
+        logits, chosen, lowest, normalizers = ctx.saved_tensors
+        of_logits, gradient = torch.empty_like(logits), gradient[:, None]
         for part in row_parts(logits, _ON_GPU):
-            scores = _scores(logits, rows, sampling, temperature, part)
+            scores = warped(logits[part], ctx.temperature)
             cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
             share = (scores - normalizers[part]).exp_().masked_fill_(cut, 0.0)
             of_scores = share.mul_(-gradient[part]).scatter_add_(1, chosen[part], gradient[part])
-            if sampling.repetition_penalty != 1:
-                before, penalty = rows.before(part), sampling.repetition_penalty
-                negative, picked = logits[part].gather(1, before) < 0, of_scores.gather(1, before)
-                picked = torch.where(negative, picked * penalty, picked / penalty)
-                of_scores = of_scores.scatter(1, before, picked)
-            of_logits[part] = of_scores / temperature
+            of_logits[part] = of_scores / ctx.temperature
         return of_logits, None, None, None
-
-
-def _scores(
-    logits: torch.Tensor, rows: Rows, sampling: Sampling, temperature: float, part: slice
-) -> torch.Tensor:
-    return warped(
-        logits[part],
-        sampling,
-        temperature,
-        before=rows.before(part) if sampling.repetition_penalty != 1 else None,
-    )
 
 
 _ON_GPU = 2**24

@@ -12,7 +12,6 @@ KEYS = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
     "stop_strings": "stop",
@@ -22,6 +21,7 @@ KEYS = {
 
 _NEEDS_NO_KEY = {
     "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "n": 1, "use_cache": True,
+    "repetition_penalty": 1.0,
 }  # fmt: skip
 """What a run does anyway."""
 

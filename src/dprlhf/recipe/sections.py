@@ -99,14 +99,13 @@ class Rollout(Settings):
         max_new_tokens: Largest number of tokens in a response.
         temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
             temperature.
-        top_k: Sample from this many most likely tokens; 0 for all. This and the next four keys mean
+        top_k: Sample from this many most likely tokens; 0 for all. This and the next two keys mean
             what they mean in transformers' ``generate``, and log-probabilities are those of the
             truncated, renormalised distribution.
         top_p: Sample from the most likely tokens whose probabilities add up to this; 1 for all.
         min_p: Sample from tokens whose probability is at least this share of the largest one; 0
             for all.
-        repetition_penalty: Divide the logits of tokens that already occur in the prompt or the
-            response (multiply negative ones) by this; 1 for no penalty.
+
         stop: Strings that end a response and stay in its text.
         mask_truncated: Give weight 0 to a response that did not end within ``max_new_tokens``
             (TRL's ``mask_truncated_completions``). Its reward still counts in the advantages of the
@@ -117,10 +116,7 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (extra ``vllm``, a GPU, one process,
             ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
-        cuda_graphs: Sample with tensors of fixed shape (transformers' ``static``
-            cache) and, on a GPU, replay each decoding step as a CUDA graph. Not for every model,
-            and not with an agent; activations of sampling are then not reused for the gradients.
-            Null does so on a GPU wherever it is possible.
+
         agent: Tools or an environment, for responses of several turns; null for one turn.
     """
 
@@ -131,12 +127,12 @@ class Rollout(Settings):
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: PositiveFloat = 1.0
+
     stop: list[Annotated[str, Field(min_length=1)]] = []
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
-    cuda_graphs: bool | None = None
+
     agent: Annotated[Agent | None, Experimental()] = None
 
     def check(self, policy: Policy) -> None:
@@ -192,10 +188,7 @@ class Rollout(Settings):
                 " tokens than the policy, which makes a response's probability under the policy"
                 " zero"
             )
-        if self.cuda_graphs and self.backend == "vllm":
-            raise ValueError("cuda_graphs is for backend transformers; vllm captures its own")
-        if self.cuda_graphs and self.agent is not None:
-            raise ValueError("agent: its turns have too many shapes for cuda_graphs")
+
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")
         return self

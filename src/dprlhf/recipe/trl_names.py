@@ -31,7 +31,6 @@ KEYS = {
     "top_k": "rollout.top_k",
     "top_p": "rollout.top_p",
     "min_p": "rollout.min_p",
-    "repetition_penalty": "rollout.repetition_penalty",
     "mask_truncated_completions": "rollout.mask_truncated",
     "chat_template_kwargs": "policy.chat_template_kwargs",
     "per_device_train_batch_size": "update.batch_size",
@@ -45,6 +44,7 @@ KEYS = {
 """TRL's names (GRPOConfig, ModelConfig, ScriptArguments), each with the recipe's key."""
 
 INSTEAD = {
+    "repetition_penalty": "not offered: give a reward that counts repetition, or --top_p",
     "max_steps": "write rounds=N: a round is one step",
     "num_train_epochs": "write rounds=N: a user takes part in one of them"
     " (privacy.participations), so there is one pass",

@@ -59,25 +59,18 @@ def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     return (block * _BLOCK + token).clamp_(max=logits.shape[1] - 1)
 
 
-def draw(
-    policy: CausalLMPolicy,
-    logits: torch.Tensor,  # Logits, [rows, vocabulary]; before the first token, a row is a prompt
-    uniforms: torch.Tensor,  # Uniform random numbers, [rows, draws]
-    prompts: torch.Tensor,  # [prompts, any]
-    written: torch.Tensor,  # [responses, step]
-) -> torch.Tensor:
-    """Return the next token of each response, from the distribution that the policy states."""
-    sampling, step = policy.sampling, written.shape[1]
-    if sampling.plain:
+def draw(policy: CausalLMPolicy, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the next token of each response, from the distribution that the policy states.
+
+    Logits are ``[rows, vocabulary]`` and numbers and tokens ``[rows, draws]``; before the first
+    token, a row is a prompt.
+    """
+    if policy.sampling.plain:
         return inverse_cdf(logits, uniforms, policy.temperature)
     from dprlhf.policies.warpers import truncated, warped
 
-    before = None
-    if sampling.repetition_penalty != 1:
-        before = prompts.repeat_interleave(len(logits) // len(prompts), 0)
-        before = torch.cat([before, written], 1) if step else before
-    scores = warped(logits, sampling, policy.temperature, before=before)
-    return inverse_cdf(truncated(scores, sampling), uniforms, 1.0)
+    scores = warped(logits, policy.temperature)
+    return inverse_cdf(truncated(scores, policy.sampling), uniforms, 1.0)
 
 
 @torch.no_grad()
@@ -110,12 +103,12 @@ def decode(
     steps = static or _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
     if static is not None:
         static.start(mask, output)
-    asked = torch.where(mask.bool(), ids, ids[:, -1:])
+
     for step in range(max_new_tokens):
         if watch is not None:
             watch(logits)
         now = draws.reshape(len(logits), -1, max_new_tokens)[:, :, step]
-        chosen = draw(policy, logits, now, asked, tokens[:, :step]).flatten()
+        chosen = draw(policy, logits, now).flatten()
         tokens[:, step] = torch.where(ended, pad, chosen)
         lengths += ~ended
         ended |= torch.isin(chosen, ends)
@@ -158,7 +151,7 @@ def try_last_step(
         reserve(cache, steps.shared)
     logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
     half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
-    draw(policy, logits, half, ids, torch.full((rows, max_new_tokens - 1), pad, device=device))
+    draw(policy, logits, half)
 
 
 def _growing_steps(

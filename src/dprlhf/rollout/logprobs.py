@@ -71,7 +71,7 @@ def log_ratio_to_base(
     Top-k, top-p and min-p are left out of both: the two policies keep different tokens, and the
     ratio would be infinite at a token that only one of them keeps.
     """
-    with policy.sampled_with(policy.sampling.untruncated()):
+    with policy.sampled_with(Sampling()):
         current = token_logprobs(policy, responses, batch_size)
         with policy.base():
             return current - token_logprobs(policy, responses, batch_size)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
-from dprlhf.errors import EXITS, DprlhfError
+from dprlhf.errors import EXITS
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Kept, Layout, room_for
 from dprlhf.policies.kept import keep as keep_outputs
@@ -55,17 +55,19 @@ def resolve_batch_size(
         from dprlhf.rollout import vllm
 
         vllm.check_rows(policy, rows=rows, prompt=max_prompt_tokens, response=spec.max_new_tokens)
-    chosen = spec.cuda_graphs is None and policy.device.type == "cuda" and spec.agent is None
-    if spec.cuda_graphs or chosen:
-        from dprlhf.rollout.static_steps import check_static
-
-        with contextlib.suppress(DprlhfError) if chosen else contextlib.nullcontext():
-            check_static(policy)
-            spec = spec.model_copy(update={"cuda_graphs": spec.backend == "transformers"})
     if spec.batch_size != "auto":
         return spec
     size = batch_size(policy, prompt=max_prompt_tokens, response=spec.max_new_tokens, rows=rows)
     return spec.model_copy(update={"batch_size": size})
+
+
+def replays_graphs(policy: CausalLMPolicy, spec: recipe.Rollout) -> bool:
+    """Return whether decoding replays CUDA graphs: on a GPU wherever possible."""
+    if policy.device.type != "cuda" or spec.backend == "vllm" or spec.agent is not None:
+        return False  # vLLM captures its own, and the turns of an agent have too many shapes
+    from dprlhf.rollout.static_steps import steps_are_alike
+
+    return steps_are_alike(policy)
 
 
 def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
@@ -91,7 +93,7 @@ def keeps_outputs(
     """Return whether sampling can keep what it computes, and has the memory for it."""
     if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
         return False
-    if spec.cuda_graphs:  # a graph calls no hook
+    if replays_graphs(policy, spec):  # a graph calls no hook
         return False
     return room_for(
         policy,
@@ -327,7 +329,7 @@ def generate_rows(
     of_parts = np.arange(parts) + parts * places[:, None]
     groups = F.pad(draws.reshape(-1, together, max_new_tokens), (0, 0, 0, 0, 0, 1), value=0.5)
     static = None
-    if spec.cuda_graphs:
+    if replays_graphs(policy, spec):
         from dprlhf.rollout.static_steps import StaticSteps
 
         assert kept is None, "a graph calls no hook"

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from dprlhf.errors import DprlhfError
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy
 
@@ -74,7 +73,6 @@ class StaticSteps:
         max_new_tokens: int,
         cuda: Any = None,
     ) -> None:
-        check_static(policy)
         if cuda is None and policy.device.type == "cuda":
             cuda = torch.cuda
         self._policy, self._cuda, self._columns = policy, cuda, 1 + width
@@ -126,12 +124,8 @@ class StaticSteps:
         return self._logits
 
     def _prepare(self, given: Any, logits: torch.Tensor) -> None:
-        if not all(type(layer) is DynamicLayer and layer.is_initialized for layer in given.layers):
-            kinds = sorted({type(layer).__name__ for layer in given.layers})
-            raise DprlhfError(
-                f"rollout.cuda_graphs: this model's cache has layers of the kind"
-                f" {', '.join(kinds)}, whose shape changes from step to step; set it to false"
-            )
+        plain = (type(layer) is DynamicLayer and layer.is_initialized for layer in given.layers)
+        assert all(plain), "steps_are_alike() leaves out models whose cache has other layers"
         self._cache = DynamicCache()
         rows = len(self.prompt_of_row)
         self._cache.layers = [
@@ -167,19 +161,17 @@ def captured(step: Callable[[], None], cuda: Any) -> Callable[[], None]:
     return replay
 
 
-def check_static(policy: CausalLMPolicy) -> None:
-    """Refuse policies whose steps cannot be made over fixed tensors."""
+def steps_are_alike(policy: CausalLMPolicy) -> bool:
+    """Return whether a policy's steps can be made over fixed tensors.
+
+    They cannot where the model looks back a fixed distance, keeps a state from token to token, has
+    code of its own or is not tested, nor where it is quantised (not tested, either) or sharded over
+    processes, which agree on each step.
+    """
     from torch.distributed.tensor import DTensor
 
-    config = getattr(policy.model, "config", None)
-    reason = None
-    if not shared_prompt.supported(config):
-        reason = f"not for models of the type {getattr(config, 'model_type', 'unknown')}"
-        if getattr(config, "sliding_window", None):
-            reason = "not for models with a sliding window"
-    elif getattr(policy.network, "hf_quantizer", None) is not None:
-        reason = "not tested with policy.quantization"
-    elif any(isinstance(p, DTensor) for p in policy.network.parameters()):
-        reason = "the processes of a sharded model agree on each step, which no graph repeats"
-    if reason is not None:
-        raise DprlhfError(f"rollout.cuda_graphs: {reason}; set it to false")
+    return (
+        shared_prompt.supported(getattr(policy.model, "config", None))
+        and getattr(policy.network, "hf_quantizer", None) is None
+        and not any(isinstance(p, DTensor) for p in policy.network.parameters())
+    )

@@ -16,7 +16,7 @@ Differences from :mod:`dprlhf.rollout.decoding`:
 
 - The distribution is the same, the draws are not: vLLM has a generator for each request, seeded
   here with the row's own first uniform number.
-- top_k, top_p, min_p and the penalty are vLLM's own. They mean the same; a token that rounding
+- top_k, top_p and min_p are vLLM's own. They mean the same; a token that rounding
   alone lets vLLM keep counts as kept (:mod:`dprlhf.policies.warpers`).
 - vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
   those of transformers. π_t is sampled up to rounding, which affects utility and not privacy.
@@ -203,7 +203,7 @@ def _sample(
             top_p=policy.sampling.top_p,
             top_k=policy.sampling.top_k,
             min_p=policy.sampling.min_p,
-            repetition_penalty=policy.sampling.repetition_penalty,
+            repetition_penalty=1.0,
             presence_penalty=0.0,
             frequency_penalty=0.0,
             seed=seed,

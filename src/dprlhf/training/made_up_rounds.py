@@ -27,7 +27,7 @@ from dprlhf.rollout import Responses
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
-from dprlhf.rollout.sampling import prompts_at_once
+from dprlhf.rollout.sampling import prompts_at_once, replays_graphs
 
 if TYPE_CHECKING:
     from dprlhf.rollout.static_steps import StaticSteps
@@ -133,7 +133,7 @@ def logits_of(
 def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> StaticSteps | None:
     """Return the run's steps over fixed tensors; None where its steps grow."""
     assert shapes.rollout is not None
-    if not shapes.rollout.cuda_graphs:
+    if not replays_graphs(policy, shapes.rollout):
         return None
     from dprlhf.rollout.static_steps import StaticSteps
 

@@ -184,7 +184,7 @@ def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) ->
     plain = base_logprobs(policy, responses, batch_size)
     if policy.is_base:
         return TokenLogs(plain, np.zeros_like(plain))
-    with policy.sampled_with(policy.sampling.untruncated()):
+    with policy.sampled_with(Sampling()):
         current = token_logprobs(policy, responses, batch_size)
         plainly = policy.sampling == Sampling() and policy.temperature == 1.0
         with policy.base():

@@ -54,7 +54,7 @@ COMMON: dict[str, Field] = {
     "output_dir": Field("honoured", "the run folder, which must not exist unless a run resumes"),
     "seed": Field("honoured", "of public draws alone; private ones come from the run's secret key"),
     "learning_rate": Field("honoured", "optimizer.learning_rate"),
-    **dict(_all("refused", "both are 0.9: a slower average learns little in few rounds",
+    **dict(_all("refused", "it is 0.9: a slower average learns little",
                 "adam_beta1 adam_beta2")),
     "adam_epsilon": Field("no effect", "it is 1e-8, as in transformers"),
     "max_completion_length": Field("honoured", "rollout.max_new_tokens"),
@@ -117,10 +117,10 @@ COMMON: dict[str, Field] = {
     "top_p": Field("honoured", "rollout.top_p; " + _CUT),
     "top_k": Field("honoured", "rollout.top_k; " + _CUT),
     "min_p": Field("honoured", "rollout.min_p; " + _CUT),
-    "repetition_penalty": Field("honoured", "rollout.repetition_penalty; log π counts it"),
+    "repetition_penalty": Field("refused", "give a reward that counts repetition, or top_p"),
     "generation_kwargs": Field(
-        "mapped", "temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens,"
-        " stop_strings and vLLM's names of these; others are refused by name"
+        "mapped", "temperature, top_k, top_p, min_p, max_new_tokens, stop_strings and vLLM's names"
+        " of these; others are refused by name"
     ),
     "cache_implementation": Field("refused", _SAMPLER),
     "chat_template_kwargs": Field("honoured", "policy.chat_template_kwargs"),
@@ -286,7 +286,7 @@ KTO: dict[str, Field] = {
     "loss_type": Field("honoured", "update.loss_type: kto or apo_zero_unpaired; the reference point"
                        " of kto is a mean over eval_dataset, or 0, and not over the batch"),
     "beta": Field("honoured", "update.beta"),
-    **dict(_all("refused", "it is 1: completions of both kinds count alike",
+    **dict(_all("refused", "it is 1",
                 "desirable_weight undesirable_weight")),
     "max_length": Field("refused", "set privacy_max_prompt_tokens and max_completion_length"),
     "precompute_ref_log_probs": Field("refused", COMMON["sync_ref_model"].note),

@@ -68,7 +68,6 @@ def recipe_of(
             "top_k": args.top_k,
             "top_p": args.top_p,
             "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
             "mask_truncated": args.mask_truncated_completions,
             "batch_size": "auto",
             "backend": "vllm" if args.use_vllm else "transformers",
