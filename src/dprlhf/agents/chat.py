@@ -80,11 +80,8 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the tokens of tool messages and of the next turn's start, as the template has them.
-
-    The tokens before them stay as they were sampled: the answers are rendered behind a made-up
-    conversation, of which everything up to the end of the call is cut off.
-    """
+    """Return the tokens of tool messages and of the next turn's start, as the template has them."""
+    # Rendered behind a made-up conversation, which is cut off: what was sampled stays.
     call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
     before = [
         {"role": "user", "content": "?"},
@@ -102,10 +99,7 @@ def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> 
 
 
 def check_chat(policy: CausalLMPolicy) -> int:
-    """Check on a made-up conversation that the chat template shows tools, calls and answers.
-
-    Returns the number of tokens that the tools take of each prompt.
-    """
+    """Check that the template shows tools, calls and answers; return the tokens that tools take."""
     try:
         import transformers.utils.chat_parsing  # noqa: F401
     except ImportError:

@@ -1,7 +1,4 @@
-"""Checks that one trajectory of an agent cannot influence another.
-
-They run before any privacy budget is spent, on public prompts alone.
-"""
+"""Checks on public prompts, before any charge, that trajectories cannot influence one another."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ _MOST_ENVIRONMENTS = 1000
 
 
 def check_fresh(agent: Agent, trajectories: float) -> None:
-    """Check that each factory of environments makes a new one at each call, before any is used.
-
-    Twice as many are made as an average round has trajectories, at most 1,000 by each factory, and
-    let go at once: a pool that is as large as a round is found. A larger one is not.
-    """
+    """Check that each factory of environments makes a new one at each call, before any is used."""
+    # Twice as many as an average round has trajectories, at most 1,000 by each factory: a pool as
+    # large as a round is found.
     count = min(math.ceil(2 * trajectories), _MOST_ENVIRONMENTS)
     with OwnRandomness(0)():
         for name in agent.factories:
@@ -47,9 +42,8 @@ def check_apart(
 ) -> None:
     """Check that a trajectory is the same alone, in company, in another order, and again.
 
-    A tool that counts its calls, a cache, or an environment that shares its state would make one
-    user's trajectories depend on another's. Passing is evidence, not a proof: what is shared may
-    show on other prompts only, and a policy that calls no tool yet shows nothing.
+    A counter, a cache, or shared state would make one user's trajectories depend on another's.
+    Passing is evidence, not a proof: what is shared may show on other prompts only.
     """
     some = _in_all_environments(policy, prompts.first(_PROMPTS))
     # Each keeps its place, whoever else there is, as a user does.

@@ -17,11 +17,9 @@ _BY_TURN = "dprlhf.agents.rewards:environment_turn_rewards"
 
 
 def environment_reward(environments: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Return what each trajectory's environment says of it, by its method ``get_reward``.
-
-    It is called for one user at a time: a call in which another user's environment fails would be
-    repeated, and an environment may answer something else when it is asked again.
-    """
+    """Return each trajectory's ``get_reward()``; None where it has no such method."""
+    # One user at a time: a call in which another user's environment fails would be repeated, and an
+    # environment may answer something else when it is asked again.
     scores = []
     for one in environments:
         score = one.get_reward() if callable(getattr(one, "get_reward", None)) else None
@@ -33,10 +31,7 @@ environment_reward.dprlhf_per_user = True  # type: ignore[attr-defined]
 
 
 def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> list[Any]:
-    """Return what each trajectory's environment said of its turns, by ``get_turn_reward``.
-
-    It is called after each turn of the policy and the tools that the turn called.
-    """
+    """Return each trajectory's ``get_turn_reward()``, called after each turn and its tools."""
     return list(turn_rewards)
 
 

@@ -51,10 +51,7 @@ class AgentSampler:
         self.sink: SecretSink | None = None
 
     def attach(self, policy: CausalLMPolicy) -> int:
-        """Let a policy act: its template shows the tools, and its turns call them.
-
-        Returns the number of tokens that the tools take of each prompt.
-        """
+        """Let a policy act, with the tools in its template; return the tokens that they take."""
         policy.sampler = self
         return self.agent.attach(policy)
 
@@ -126,11 +123,8 @@ class _Turns:
         return rows
 
     def _begun(self, asked: Any, columns: dict[str, Any], own: OwnRandomness) -> Trajectory:
-        """Return a trajectory before its first turn; a private one that cannot begin has failed.
-
-        So has one, private or public, whose environment another trajectory has had: it is not
-        reset, and nothing of it is read.
-        """
+        """Return a trajectory before its first turn; a private one that cannot begin has failed."""
+        # So has one whose environment another trajectory has had: nothing of it is read.
         environment, failed, name = None, False, columns.get(ENVIRONMENT)
         if self.agent.several:  # the name is not for reset, as in TRL
             columns = {key: value for key, value in columns.items() if key != ENVIRONMENT}

@@ -57,11 +57,8 @@ def secret_map(seed: int) -> dict[str, str]:
 def private_answers(
     users: dict[str, int], *, seed: int, canaries: bool = True
 ) -> dict[str, pd.DataFrame]:
-    """Make questions with private answers, the same ones whenever the arguments are the same.
-
-    The codes are listed in each prompt in an order of its own, so that a base model, which prefers
-    the first ones, tries each of them with some users.
-    """
+    """Make questions with private answers, the same ones whenever the arguments are the same."""
+    # Codes are listed in each prompt in an order of its own: a base model prefers the first ones.
     import numpy as np
     import pandas as pd
 

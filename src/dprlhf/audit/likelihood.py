@@ -19,10 +19,8 @@ def log_likelihood_ratio(
     known_round: NDArray[np.int64] | None = None,  # [users]
     noise: float | None = None,
 ) -> Array:
-    """Return log P(observed | took part) − log P(observed | did not), ``[users]``.
-
-    Under replace-one, "did not" means that a user with the opposite vector took part instead.
-    """
+    """Return log P(observed | took part) − log P(observed | did not), ``[users]``."""
+    # Under replace-one, "did not": a user with the opposite vector took part instead.
     noise = noise_of(plan) if noise is None else noise
     return _took_part(observed, noise, plan, known_round) - (
         _took_part(-observed, noise, plan, known_round) if plan.adjacency == "replace-one" else 0.0
@@ -30,13 +28,9 @@ def log_likelihood_ratio(
 
 
 def matched(observed: Array, plan: Plan) -> Array:
-    """Return what one round's user moved in all releases together, ``[users, rounds]``.
-
-    Releases r with noise C⁻¹ξ that is correlated between rounds become Cᵀ C r. In the user's own
-    round that is normal with standard deviation z and mean 1, as a release with independent noise
-    is, because the columns of C have norm 1; so it goes into :func:`log_likelihood_ratio`. With
-    independent noise the releases are returned as they are.
-    """
+    """Return what one round's user moved in all releases together, ``[users, rounds]``."""
+    # Releases r with noise C⁻¹ξ become Cᵀ C r: in the user's own round normal with deviation z and
+    # mean 1, as with independent noise, because the columns of C have norm 1.
     if plan.bands == 1:
         return observed
     matrix = noise_matrix(plan.rounds, plan.bands)

@@ -1,8 +1,4 @@
-"""Membership inference on a tuned language model: were these prompts among the private ones?
-
-The attacker knows the base model, the tuned policy, the reward and the rows of the candidates, and
-looks for what tuning changed at those rows.
-"""
+"""Membership inference on a tuned language model: were these prompts among the private ones?"""
 
 from __future__ import annotations
 
@@ -73,12 +69,10 @@ def membership_scores(
     responses: int = 8,
     max_prompt_tokens: int = 64,
 ) -> dict[str, Array]:
-    """Return membership scores per prompt: how tuning changed the policy's behaviour there.
+    """Return membership scores per prompt, never to be published; a higher one speaks for a member.
 
-    They are computed from the users without noise: none may be published. Reward and drift are the
-    two axes of DIBA (arXiv 2511.14045), which compares a policy with the model that it was tuned
-    from; :func:`combined_scores` joins them. A higher score speaks for a member. ``drift`` is the
-    mean of log π(y|x) − log μ(y|x) over y ~ π, in nats; ``entropy`` that of μ's responses.
+    Reward and drift are the axes of DIBA (arXiv 2511.14045): mean rewards, and the mean of log
+    π(y|x) − log μ(y|x) over y ~ π in nats. ``entropy`` is that of μ's responses.
     """
     found = {name: np.zeros(len(prompts)) for name in ("reward", "drift", "entropy")}
     for draw in range(responses):
@@ -132,11 +126,8 @@ def likelihood_scores(
 def combined_scores(
     features: Array, shadow_features: Array, shadow_included: NDArray[np.bool_]
 ) -> Array:
-    """Return one membership score from several, by Fisher's linear discriminant, ``[prompts]``.
-
-    The weights come from shadow runs: runs that the attacker makes with users of its own, whose
-    membership it knows (Shokri et al. 2017, arXiv 1610.05820).
-    """
+    """Return one membership score from several, by Fisher's linear discriminant, ``[prompts]``."""
+    # Weights come from shadow runs with users of the attacker's own (arXiv 1610.05820).
     inside, outside = shadow_features[shadow_included], shadow_features[~shadow_included]
     within = np.atleast_2d(np.cov(inside.T) + np.cov(outside.T))
     within = within + 1e-6 * np.trace(within) * np.eye(len(within))  # features may be collinear
@@ -152,11 +143,8 @@ def membership_bound(
     delta: float,
     confidence: float = 0.95,
 ) -> float:
-    """Return a lower bound on ε from a membership attack on a single run.
-
-    The bound is that of Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which needs no
-    independence of the users' scores. The number of guesses depends on public numbers alone.
-    """
+    """Return a lower bound on ε from a membership attack on a single run (arXiv 2305.08846)."""
+    # No independence of scores is needed; the number of guesses depends on public numbers alone.
     guesses = planned_guesses(len(scores), epsilon, delta, confidence)
     right = surest_guesses(scores, included, guesses)
     return epsilon_lower_bound(len(scores), guesses, right, delta, confidence)

@@ -1,12 +1,9 @@
 """Tests of the gate's noise itself: its variance, its independence, and its repetitions.
 
-The auditor knows each sum before the gate, since all users are its own, and each value after it. So
-it knows the noise in every released coordinate, and the plan states what that noise must be:
-independent normal draws of standard deviation zS. No spread is estimated: a gate that draws all
-its noise too small would hide behind its own estimate.
-
-Every test is one-sided where only one direction harms privacy: noise that is larger than planned
-refutes nothing.
+The auditor knows each sum before the gate and each value after it, hence the noise, which the plan
+says must be independent normal draws of standard deviation zS. No spread is estimated: a gate that
+draws all its noise too small would hide behind its own estimate. Tests are one-sided: noise that is
+larger than planned refutes nothing.
 """
 
 from __future__ import annotations
@@ -50,11 +47,8 @@ SENTENCES = {
 
 
 def in_units(noise: Sequence[Sequence[Array]], plan: Plan) -> list[Array]:
-    """Return each release's noise as what must be independent standard normal draws.
-
-    Noise that is correlated between rounds by design (``privacy.bands``) is multiplied by the
-    matrix C that it was made with (:mod:`dprlhf.privacy.correlated_noise`).
-    """
+    """Return each release's noise as what must be independent standard normal draws."""
+    # Noise that is correlated between rounds by design is multiplied by its matrix C.
     std = plan.noise_multiplier * plan.clip_norm  # what ε was computed for, not what was drawn
     if plan.bands == 1:
         return [release / std for round_ in noise for release in round_]
@@ -111,11 +105,8 @@ def _spread(sizes: Array) -> float:
 
 
 def _between(table: Array) -> float:
-    """Return the p-value of the largest correlation of two releases, whatever their scale.
-
-    The correlation r of a normal vector with any independent one has r √((n − 1)/(1 − r²))
-    distributed as Student's t with n − 1 degrees of freedom.
-    """
+    """Return the p-value of the largest correlation of two releases, whatever their scale."""
+    # r √((n − 1)/(1 − r²)) has Student's t distribution with n − 1 degrees of freedom.
     releases, count = table.shape
     if releases < 2 or count < 3:
         return 1.0
@@ -140,11 +131,8 @@ def _neighbours(table: Array) -> float:
 
 
 def _repetitions(every: Array) -> float:
-    """Return the p-value of the number of values that equal another one but for rounding.
-
-    Two normal draws are within c of each other with probability about c/√π. The number of such
-    pairs among n draws is nearly Poisson.
-    """
+    """Return the p-value of the number of values that equal another one but for rounding."""
+    # Two normal draws are within c with probability about c/√π; pairs among n are nearly Poisson.
     count = len(every)
     expected = count * (count - 1) / 2 * _NEAR / math.sqrt(math.pi)
     near = int((np.diff(np.sort(every)) <= _NEAR).sum())

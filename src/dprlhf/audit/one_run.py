@@ -108,11 +108,8 @@ def audit_plan(
     seed: int | None = None,
     state: bool = True,
 ) -> Audit:
-    """Audit partition, clipping, ledger and gate of a plan on given vectors, without a model.
-
-    This is :func:`audit` in ``gradient`` space without sampling, rewards and gradients: it takes
-    milliseconds, so that the audit's own error rates can be measured.
-    """
+    """Audit partition, clipping, ledger and gate of a plan on given vectors, without a model."""
+    # In milliseconds, so that the audit's own error rates can be measured.
     check_confidence(confidence)
     canaries = plan.users - _PROBES - (plan.users - _PROBES) % plan.rounds
     included = _coins(canaries, seed)

@@ -1,10 +1,8 @@
 """The budget book: what each user has spent, over all runs on all machines.
 
-A run's ledger counts what that run spends. The book counts across runs: a data set has a lifetime
-budget, every run reserves its whole planned cost before its first charge, and a run is refused when
-one of its users would exceed the budget. Users are kept as keyed hashes.
-
-The book is secret data, like a run's ``secret/``: with its key it tells who took part in what.
+A data set has a lifetime budget, every run reserves its whole planned cost before its first charge,
+and a run is refused when one of its users would exceed the budget. Users are kept as keyed hashes.
+The book is secret data, like ``secret/``: with its key it tells who took part in what.
 """
 
 import os

@@ -1,9 +1,7 @@
 """Reservations in a budget book: asked for, refused or written in one transaction.
 
-A user's cost is the joint privacy loss of all reservations it is in
-(:func:`dprlhf.privacy.composition.total_epsilon`), and it must stay within the budget of every data
-set that one of them was made for. Whoever is in several data sets therefore keeps to the smallest
-budget.
+A user's cost is the joint privacy loss of all its reservations, and it must stay within the budget
+of every data set that one of them was made for: the smallest counts.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ class Book:
     def enrol(
         self, users: Collection[bytes], name: str, *, dataset: str | None, unit: str | None
     ) -> Reservation:
-        """Make users known as a data set's before its first run, so that its budget protects them.
-
-        Those who are known as its users, from a run or an earlier call, stay as they are.
-        """
+        """Make users known as a data set's before its first run: its budget protects them."""
         if not users:
             raise DprlhfError(f"{name}: none of the rows has a prompt, so there is nobody to enrol")
         enrolled = Spending(f"users {secrets.token_hex(16)}", name, "users", None, times=0)
@@ -156,11 +151,7 @@ class Book:
         marks: Sequence[Mark] = (),
         commit: bool = True,
     ) -> Reservation:
-        """Reserve the whole cost of a run for its users, or refuse it.
-
-        A run that has its reservation gets the same one again and pays nothing. Reservations are
-        never taken back: a run that crashed keeps its own.
-        """
+        """Reserve the whole cost of a run for its users once and for good, or refuse it."""
         question = Question(spending, dataset, unit, earlier, marks)
         passed: set[Cost] = set()
         while True:
@@ -179,11 +170,8 @@ class Book:
     def _transact(
         self, question: Question, users: Collection[bytes], passed: set[Cost], commit: bool
     ) -> Reservation | Uncomposed:
-        """Write what the run owes, if all that its users would have spent has passed its check.
-
-        What they have spent is read under the lock that is held until the commit, so that no two
-        runs take the last of a budget; only ε is composed beforehand.
-        """
+        """Write what the run owes, if all that its users would have spent has passed its check."""
+        # Read under the lock held until the commit: no two runs take the last of a budget.
         with self.storage.transaction(write=True, commit=commit) as connection:
             INCOMING.create(connection, checkfirst=False)
             rows = [{"person": person} for person in users]
@@ -213,11 +201,8 @@ class Book:
         return Reservation(self.id, number, counter, dataset.name, dataset.epsilon, dataset.delta)
 
     def follow(self, run: str, hashes: Sequence[str]) -> None:
-        """Keep how far a run's ledger has got, and refuse one that lacks what the book has seen.
-
-        Of two copies of a run folder the book so lets only one go on: rounds that both ran would
-        release twice about their users, and the run has reserved for once.
-        """
+        """Keep how far a run's ledger has got, and refuse one that lacks what the book has seen."""
+        # Of two copies of a run folder only one may go on: the run has reserved for once.
         self.storage.attempt(lambda: self._follow(run, hashes))
 
     def _follow(self, run: str, hashes: Sequence[str]) -> None:
@@ -287,11 +272,9 @@ class Book:
         question: Question,
         owed: Mapping[int, Sequence[Spending]],
     ) -> None:
-        """Check that a run in the book is the one that was written down, and its users have paid.
-
-        Users of an earlier run that a later one wrote down may have yet to pay. How many users a
-        reservation has proves nothing: those of several runs can be in an earlier run's.
-        """
+        """Check that a run in the book is the one written down, and its users have paid."""
+        # Users of an earlier run that a later one wrote down may have yet to pay. How many users a
+        # reservation has proves nothing: those of several runs can be in an earlier run's.
         row, spending = state.reservations[number], question.spending
         asked = question.dataset or row.dataset
         if row.earlier and row.dataset != asked:
@@ -311,12 +294,9 @@ class Book:
     # --- what is in it --------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any]:
-        """Return the data sets and the reservations, JSON-ready, without any user's hash.
-
-        ``used`` is the largest share of its budget that a user of a data set has taken up, and
-        ``spent`` the largest ε, which is stated only where plans were settled beforehand. Both are
-        computed from who is in several data sets, so all of this is secret.
-        """
+        """Return the data sets and reservations, JSON-ready and secret, without users' hashes."""
+        # `used` is the largest share of its budget that a user has taken up, `spent` the largest ε,
+        # stated only where plans were settled. Both depend on who is in several data sets.
         with self.storage.transaction(write=False) as connection:
             state = read_state(connection, self.key, self.storage.label)
         return {

@@ -80,10 +80,7 @@ class Cost:
     adaptive: bool
 
     def epsilon(self) -> float:
-        """Return their joint ε if the plans were settled beforehand.
-
-        It may take seconds the first time and is kept.
-        """
+        """Return their joint ε if the plans were settled beforehand; slow the first time."""
         return joint_epsilon(self.terms, self.delta)
 
     def share(self) -> float:
@@ -93,10 +90,7 @@ class Cost:
         return self.epsilon() / self.budget
 
     def within(self) -> bool:
-        """Return whether they keep to the budget; it may take seconds the first time and is kept.
-
-        With ``adaptive`` it then holds even if plans were chosen in view of earlier results.
-        """
+        """Return whether they keep to the budget, if ``adaptive`` by a filter; slow at first."""
         return self.share() <= 1 if self.adaptive else self.epsilon() <= self.budget
 
     def covers(self, other: Cost) -> bool:
@@ -108,13 +102,9 @@ class Cost:
 
 
 def largest(costs: Iterable[Cost]) -> list[Cost]:
-    """Return the costs that no other one covers, by data set.
-
-    A run that a user is not in is the same with and without the user's data, so whoever was in some
-    of the runs has spent no more than somebody who was in all of them (docs/proofs/composition.md):
-    where the bound on all of them keeps to a budget, everybody does. With runs on random halves of
-    the users there are 2ⁿ sets of runs, and one is the largest.
-    """
+    """Return the costs that no other one covers, by data set."""
+    # Whoever was in some of the runs has spent no more than somebody who was in all
+    # (docs/proofs/composition.md). Random halves make 2ⁿ sets of runs, and one is the largest.
     kept: list[Cost] = []
     for cost in sorted(costs, key=lambda c: (c.dataset, -sum(times for _, times in c.terms))):
         if not any(other.covers(cost) for other in kept):
@@ -123,10 +113,7 @@ def largest(costs: Iterable[Cost]) -> list[Cost]:
 
 
 def cost_the_same(one: Mechanism | None, other: Mechanism | None) -> bool:
-    """Return whether two mechanisms are the same, but for the last digits of their noise.
-
-    A plan is made again when its run is resumed, and another kind of processor rounds otherwise.
-    """
+    """Return whether two mechanisms are the same, but for the last digits of their noise."""
     if one is None or other is None:
         return one is other
     return all(map(equal_but_for_rounding, asdict(one).values(), asdict(other).values()))

@@ -123,11 +123,9 @@ def groups_of(connection: sa.Connection) -> dict[int, int]:
 def owed_by(
     state: State, taken: frozenset[int], question: Question, dataset: str
 ) -> list[Spending]:
-    """Return the runs not yet recorded for users with this set of reservations.
-
-    They are the new run, and earlier runs that it declares and that have no reservation of their
-    own. Users who are to be enrolled in a data set and are known as its users owe nothing.
-    """
+    """Return the runs not yet recorded for users with this set of reservations."""
+    # The new run, and declared earlier runs without a reservation. Users known in the data set that
+    # they are to be enrolled in owe nothing.
     numbers = state.numbers
     if question.spending.mechanism is None and _known_in(state, taken, dataset):
         return []

@@ -1,8 +1,7 @@
 """Where a budget book is stored: its place, its key, and transactions that never overlap.
 
-A book is a SQLite file or a PostgreSQL database. A writing transaction holds the whole book: in
-SQLite through ``BEGIN IMMEDIATE``, in PostgreSQL through a lock on the book's one row. So what a
-reservation has read is still true when it commits.
+A writing transaction holds the whole book: in SQLite through ``BEGIN IMMEDIATE``, in PostgreSQL
+through a lock on the book's one row. What a reservation has read is still true when it commits.
 """
 
 from __future__ import annotations
@@ -240,11 +239,8 @@ def lock(connection: sa.Connection) -> sa.Row[Any]:
 
 
 def read_key(storage: Storage, *, create: bool = False) -> tuple[bytes, Path | None]:
-    """Return the key that users are hashed with, and the file that it is from.
-
-    It is in ``DPRLHF_BOOK_KEY`` (64 hexadecimal digits), in the file that ``DPRLHF_BOOK_KEY_FILE``
-    names, or beside a SQLite book, with ``.key`` added to its name.
-    """
+    """Return the key that users are hashed with, and the file that it is from."""
+    # DPRLHF_BOOK_KEY (64 hexadecimal digits), DPRLHF_BOOK_KEY_FILE, or NAME.key (SQLite).
     given = os.environ.get(KEY_VARIABLE)
     if given:
         return _from_hex(given, KEY_VARIABLE), None

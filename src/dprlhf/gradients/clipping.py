@@ -93,10 +93,7 @@ def clip_users(
 def clip_factors(
     norms: torch.Tensor, clip_norm: float, *, most_users: int = MOST_USERS
 ) -> torch.Tensor:
-    """Return min(1, S/norm) for each user, 0 where the norm is not finite, ``[users]``.
-
-    S is made smaller by :func:`rounding_margin` first.
-    """
+    """Return min(1, S/norm) for each user, 0 where the norm is not finite; S less a margin."""
     tiny = torch.finfo(norms.dtype).tiny
     factors = (clip_norm * (1 - rounding_margin(most_users)) / norms.clamp(min=tiny)).clamp(max=1)
     return torch.where(norms.isfinite(), factors, 0.0)

@@ -1,9 +1,8 @@
 """Whether the gradients of several users in one pass are those of autograd, on made-up rows.
 
-The rules of the engine for several users hold for layers as their classes describe them. A model
-may use such a layer otherwise: call it on time first, register its bias twice, write to its output.
-So a run compares them at its start, at parameters away from zero, and differentiates one user a
-pass where they disagree.
+A model may use a layer otherwise than its class describes: call it on time first, register its bias
+twice, write to its output. A run compares at its start, at parameters away from zero, and
+differentiates one user a pass where they disagree.
 """
 
 from __future__ import annotations
@@ -84,12 +83,9 @@ def _autograd(
 
 @torch.no_grad()
 def check_padding(policy: CausalLMPolicy, responses: Responses) -> None:
-    """Refuse a trained part through which padding reaches the tokens behind it.
-
-    Such as a bias before a layer that keeps a state from token to token: the model masks the inputs
-    of padding alone, so the state would be another at each width, and sampled text would have other
-    log-probabilities than the gradients'.
-    """
+    """Refuse a trained part through which padding reaches the tokens behind it."""
+    # Such as a bias before a layer that keeps a state: the model masks the inputs of padding alone,
+    # so sampled text would have other log-probabilities than the gradients'.
     moved = _moved_by_padding(policy, responses)
     with policy.base():
         of_base = _moved_by_padding(policy, responses)

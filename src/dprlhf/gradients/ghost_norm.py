@@ -59,11 +59,8 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounding(operations: int, dtype: torch.dtype) -> float:
-    """Return γ_n = n u/(1 − n u), Higham's bound on the relative error of n roundings.
-
-    A sum of n products errs by at most γ_n Σ |a_i b_i| in any order, with or without fused
-    multiplication (Accuracy and Stability of Numerical Algorithms, section 3.1).
-    """
+    """Return γ_n = n u/(1 − n u), Higham's bound on the relative error of n roundings."""
+    # A sum of n products errs by at most γ_n Σ |a_i b_i| in any order, fused or not (section 3.1).
     product = operations * torch.finfo(dtype).eps / 2
     return product / (1 - product) if product < 1 else math.inf
 
@@ -84,11 +81,11 @@ def per_user(use: OuterProducts, n: int) -> torch.Tensor:
 def square_norm(uses: Sequence[OuterProducts]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ‖Σ_uses G_u‖², and an upper bound on it with rounding, each ``[users]``, float64.
 
-    The second is (‖G_u‖ + error)², where the error covers the Gram matrices' rounding and that of
-    the user's part of :func:`add_weighted`. Both grow with A = Σ_t ‖l_t‖ ‖r_t‖, not with ‖G_u‖: a
-    user whose terms cancel could shrink its norm to nothing and still move the sum by a rounding
-    error above any clip norm. Infinite for factors that are too large to be scaled without
-    underflow, and not a number where they are not finite.
+    The second is (‖G_u‖ + error)², for the rounding of the Gram matrices and of the user's part of
+    :func:`add_weighted`. Both grow with A = Σ_t ‖l_t‖ ‖r_t‖, not with ‖G_u‖: a user whose terms
+    cancel could shrink its norm to nothing and still move the sum by a rounding error above any
+    clip norm. Infinite for factors too large to be scaled without underflow; NaN where they are not
+    finite.
     """
     wide = [OuterProducts(at_least_float32(left), at_least_float32(right)) for left, right in uses]
     users, tokens = len(wide[0].right), sum(use.right.shape[1] for use in wide)
@@ -152,11 +149,8 @@ def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks_at_once(device_type: str, pairs: int) -> int:
-    """Return how many chunks make one product; it depends on a user's own ``pairs`` of tokens only.
-
-    The last group of a micro-batch has fewer users. If that changed in which order chunks are added
-    up, a user's norm would depend on its place, and so on who else is there.
-    """
+    """Return how many chunks make one product; it depends on a user's own ``pairs`` only."""
+    # Else the order of chunks, and so a user's norm, would depend on who else is there.
     return 1 if device_type == "cpu" else max(1, _GRAMS_ON_ACCELERATOR // max(_GRAM, pairs))
 
 
@@ -170,11 +164,8 @@ def _chunk_by_chunk(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_weighted(uses: Sequence[OuterProducts], factors: torch.Tensor, total: torch.Tensor) -> None:
-    """Add Σ_u c_u G_u to ``total``; a user whose c_u is zero may hold anything.
-
-    A user's uses are one block before they are added to the total: apart, they could be huge and
-    cancel, and the total would round with them.
-    """
+    """Add Σ_u c_u G_u to ``total``; a user whose c_u is zero may hold anything."""
+    # A user's uses are one block first: huge ones that cancel would round the total.
     scaled = [_scaled(use, factors) for use in uses]
     dense = [use for use in scaled if use.left.is_floating_point()]
     one_hot = [use for use in scaled if not use.left.is_floating_point()]
@@ -241,10 +232,8 @@ def _scaled(use: OuterProducts, factors: torch.Tensor) -> OuterProducts:
 
 
 def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a user's rows with those of equal tokens summed up at the first of them, 0 elsewhere.
-
-    Afterwards a user adds to each row of an embedding once: the sum over users is the only sum.
-    """
+    """Return a user's rows with those of equal tokens summed at the first of them, 0 elsewhere."""
+    # So a user adds to each row of an embedding once: the sum over users is the only sum.
     equal = tokens[:, :, None] == tokens[:, None, :]
     first = ~equal.tril(-1).any(2)
     return torch.where(first[:, :, None], equal.to(rows) @ rows, 0.0)

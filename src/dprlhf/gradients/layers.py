@@ -1,8 +1,7 @@
 """The trainable layers of a model, and by which rule each parameter's per-user gradient follows.
 
-The weight of a linear layer or an embedding has a gradient that is a sum of outer products; a
-vector (a bias, the gain of a norm, IA3's scales) has that of whatever its layer computes. With any
-other parameter users are differentiated one at a time.
+The weight of a linear layer or an embedding has a sum of outer products; a vector (a bias, the gain
+of a norm, IA3's scales) what its layer computes. With any other, users go one at a time.
 """
 
 from __future__ import annotations

@@ -64,11 +64,10 @@ def user_gradients(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Users that are differentiated together, each at its place.
+    """Users that are differentiated together, each at its place; fillers have weight 0.
 
-    Shape and places follow from public numbers and the allocation; a place without a row has a
-    filler of weight 0 (see :mod:`dprlhf.rollout`). A user with more rows than a batch is alone, and
-    its places are cut into passes of one shape.
+    Shape and places follow from public numbers and the allocation (:mod:`dprlhf.rollout`). A user
+    with more rows than a batch is alone, and its places are cut into passes of one shape.
     """
 
     users: NDArray[np.int64]  # The number of the user at each place, −1 for a filler, [users]
@@ -106,11 +105,8 @@ def micro_batches(
 
 
 def rows_of_a_pass(batch_size: int, num_generations: int, unit: int = 1) -> int:
-    """Return how many rows of a user with more than ``batch_size`` are differentiated at once.
-
-    All responses to some prompts, or an equal part of those to one: a pass never has a part of two
-    prompts' responses, which could not share a prompt.
-    """
+    """Return how many rows of a user with more than ``batch_size`` are differentiated at once."""
+    # All responses to some prompts, or an equal part of those to one: parts of two share no prompt.
     together = math.lcm(num_generations, unit)
     if batch_size >= together:
         return batch_size // together * together

@@ -121,13 +121,9 @@ class PerUserGradients:
             self._add(name, at_least_float32(gradient)[None])
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each user's gradient norm, and an upper bound to clip by; ``[users]``, float64.
-
-        Both are on the CPU.
-
-        The bound holds for the user's summand as computed in floating point. It exceeds the norm
-        only by the rounding of layers that are kept as factors.
-        """
+        """Return each user's gradient norm and an upper bound to clip by, ``[users]``, float64."""
+        # The bound holds for the summand as computed; it exceeds the norm by the rounding of
+        # factors only.
         # Added up on the device: a copy for each layer would wait for the device each time.
         device = next(iter(self._parameters.values())).device
         square, bound = torch.zeros(2, self._users, dtype=torch.float64, device=device)
@@ -168,11 +164,8 @@ class PerUserGradients:
                     add_weighted(self._factors.pop(name), factors, part)
 
     def _together(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the gradients that are kept, small neighbours as one, with their place in the sum.
-
-        An adapter has hundreds of small parameters: to start a product for each of them takes a GPU
-        longer than to compute it.
-        """
+        """Yield slices of ``[dimension]`` and the users' gradients there, small ones together."""
+        # To start a product takes a GPU longer than to compute it for a small parameter.
         pieces: list[torch.Tensor] = []
         start = end = 0
         for name, place in self._places.items():
@@ -192,10 +185,7 @@ class PerUserGradients:
             yield slice(start, end), _side_by_side(pieces)
 
     def gradients(self) -> torch.Tensor:
-        """Return the gradients, ``[users, dimension]``, float32 or wider; needs ``whole``.
-
-        The order of the columns is the order of ``parameters``, each flattened.
-        """
+        """Return the gradients, ``[users, dimension]``, float32 or wider; needs ``whole``."""
         gradients = (self._gradients[name] for name in self._parameters)
         return torch.cat([gradient.reshape(self._users, -1) for gradient in gradients], dim=1)
 
@@ -206,10 +196,7 @@ class PerUserGradients:
 
     @property
     def grows(self) -> bool:
-        """Whether another pass over the same users adds to memory.
-
-        It does if some layers hold inputs and output gradients until the norms are known.
-        """
+        """Whether another pass over the same users adds to memory, until norms are known."""
         return bool(self._factors)
 
     # --- hooks: recording inputs and output gradients ----------------------------------------
@@ -350,10 +337,7 @@ class PerUserGradients:
 def gradient_of(
     loss: torch.Tensor, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Return autograd's gradient of a loss by parameter; 0 where the loss does not depend on it.
-
-    Such as an expert to which none of a user's tokens go.
-    """
+    """Return a loss's gradient by parameter, 0 where it has none (an expert without a token)."""
     given: tuple[torch.Tensor | None, ...] = (None,) * len(parameters)
     if loss.requires_grad:
         given = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -362,10 +346,7 @@ def gradient_of(
 
 
 class _Tap(torch.autograd.Function):
-    """The identity on a layer's output, whose backward records inputs and output gradient.
-
-    The inputs go through ``save_for_backward``, so that gradient checkpointing keeps none of them.
-    """
+    """The identity on a layer's output, whose backward records inputs and output gradient."""
 
     @staticmethod
     def forward(
@@ -402,10 +383,7 @@ def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding.
-
-    Sums are :func:`~dprlhf.hardware.repeatable`.
-    """
+    """Switch off autocast, TF32 and the like: the clip bound does not allow for their rounding."""
     # Since torch 2.9 a program, or transformers' tf32=True, sets this for each backend, after which
     # the getter for all of them raises. The setter leaves no backend out.
     newer = hasattr(torch.backends, "fp32_precision")

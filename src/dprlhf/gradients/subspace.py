@@ -58,13 +58,10 @@ def fit_subspace(
     mean_first: bool = False,
     avoid: torch.Tensor | None = None,  # [users, dimension]
 ) -> Subspace:
-    """Return the subspace in which PUBLIC users' gradients vary most.
-
-    The gradients are clipped to half their median norm before the singular vectors are taken, so
-    that no public user decides a direction alone; they are not centred, since their mean is a
-    direction as good as any other. Where they span fewer than p directions, the others are
-    arbitrary.
-    """
+    """Return the subspace in which PUBLIC users' gradients vary most."""
+    # Clipped to half their median norm first, so that no public user decides a direction alone; not
+    # centred, since their mean is a direction as good as any other. Where they span fewer than p
+    # directions, the others are arbitrary.
     gradients = gradients[gradients.isfinite().all(1)]
     away = gradients.new_zeros(0, gradients.shape[1])
     if avoid is not None:

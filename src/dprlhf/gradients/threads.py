@@ -13,12 +13,8 @@ Found = TypeVar("Found")
 
 
 def side_by_side(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-    """Return what ``work`` finds for each item, in their order, on as many threads as torch has.
-
-    Products of a few dozen tokens are too small to be shared among torch's threads, whose meeting
-    takes longer than the work. So each thread works alone on its item. How many there are changes
-    neither the items nor their order.
-    """
+    """Return what ``work`` finds for each item, in their order, on as many threads as torch has."""
+    # Products of a few dozen tokens are too small to be shared among torch's threads.
     threads = min(torch.get_num_threads(), len(items))
     if threads <= 1:
         return [work(item) for item in items]

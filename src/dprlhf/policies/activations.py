@@ -25,20 +25,14 @@ def align_with_activations(
 ) -> None:
     """Set each ``lora_A`` to directions of its layer's inputs on PUBLIC text.
 
-    Without classes these are the leading right singular vectors of the inputs, not centred (compare
-    EVA, arXiv 2410.07170). Few tokens have a component along a random direction, nearly all along
-    the leading one, so the gradients of different users agree more and stand out more from the
-    noise.
-
-    With classes they are the linear discriminants: the directions along which the means of the
-    classes' tokens lie furthest apart, for the variance within a class, and orthogonal to the mean
-    of all tokens. A step along one of them moves the classes apart, where a step along the leading
-    direction moves all of them together.
-
-    The rows of A keep the norms of their random start; a discriminant is longer, so that the inputs
-    have the same root mean square along it as along the leading direction, and the same learning
-    rate serves both.
+    Without classes: the leading right singular vectors of the inputs, not centred (compare EVA,
+    arXiv 2410.07170). Few tokens have a component along a random direction, nearly all along the
+    leading one, so users' gradients agree more and stand out from the noise. With classes: the
+    linear discriminants, orthogonal to the mean of all tokens, along which a step moves the classes
+    apart.
     """
+    # The rows of A keep the norms of their random start; a discriminant is longer: inputs have the
+    # same root mean square along it as along the leading direction, and learning rates serve both.
     names = sorted(set(classes or [""]))
     labels = torch.tensor([names.index(name) for name in classes or [""] * len(tokens)])
     layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}

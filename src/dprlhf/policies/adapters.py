@@ -1,16 +1,10 @@
 """The trainable part of the policy: an adapter of PEFT, by the name in a recipe.
 
-The norm of a release's noise grows with √d, so what is trained decides utility first. A run stores
-its adapter as PEFT does, and ``PeftModel.from_pretrained`` loads it. Which settings an adapter
-takes stands in :mod:`dprlhf.recipe.adapters`, which is read without loading torch.
-
-- ``lora``: A and B of LoRA (arXiv 2106.09685). With ``use_dora`` also the magnitudes of DoRA
-  (arXiv 2402.09353), which PEFT divides by the norms of the merged weight. These norms follow from
-  the current weights, so they are public, and PEFT keeps them constant in the backward pass
-  (section 4.3 of the paper): each user's gradient is exact, and a magnitude's is that of a scale.
-- ``ffa-lora``: B alone, with A frozen at its random start (FFA-LoRA, arXiv 2403.12313).
-- ``peft``: whatever a configuration of PEFT trains. Where the gradient engine does not know the
-  layer, it differentiates one user a pass.
+``lora``: A and B of LoRA (arXiv 2106.09685). With ``use_dora`` also the magnitudes of DoRA (arXiv
+2402.09353), which PEFT divides by the norms of the merged weight. These follow from the current
+weights, so they are public, and are constant in the backward pass (section 4.3 of the paper): each
+user's gradient is exact. ``ffa-lora``: B alone, with A frozen at its random start (arXiv
+2403.12313). ``peft``: whatever a configuration of PEFT trains, if need be with one user a pass.
 """
 
 from __future__ import annotations
@@ -76,11 +70,8 @@ def add_adapter(
 
 @torch.no_grad()
 def modules_without_part(model: Any) -> list[str]:
-    """Return the outermost modules with parameters that no pass over text calls.
-
-    Such are the image tower of a model that also reads images, and a projection whose weight
-    another module reads by itself. An adapter there would change nothing, and release noise.
-    """
+    """Return the outermost modules with parameters that no pass over text calls (image towers)."""
+    # An adapter there would change nothing, and release noise.
     called: set[str] = set()
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
@@ -105,11 +96,8 @@ def modules_without_part(model: Any) -> list[str]:
 
 
 def adapter_rollback(model: Any) -> Callable[[], None]:
-    """Return a function that takes off the adapter that is put on a model after this call.
-
-    PEFT puts its layers into the model that it is given, and freezes the others. A program whose
-    model was refused may go on with it as it was.
-    """
+    """Return a function that takes off the adapter that is put on a model after this call."""
+    # PEFT changes and freezes the model; a program whose model was refused may go on with it.
     if not isinstance(model, nn.Module):
         return lambda: None
     own = vars(model).get("peft_config")
@@ -130,10 +118,7 @@ def adapter_rollback(model: Any) -> Callable[[], None]:
 
 
 def fresh_lora(model: Any) -> Any:
-    """Return the config of a ``PeftModel``'s only adapter, a LoRA that still changes nothing.
-
-    None is the answer where the adapter is of another kind, has been trained, or is not alone.
-    """
+    """Return the config of a ``PeftModel``'s only adapter, if a LoRA that changes nothing yet."""
     config = next(iter(model.peft_config.values()))
     layers = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
     beside = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
@@ -238,10 +223,8 @@ def _any(fields: dict[str, Any], model: Any) -> Any:
 
 @torch.no_grad()
 def _measure_magnitudes(model: Any) -> None:
-    """Set DoRA's magnitudes to the norms as the forward pass computes them.
-
-    PEFT takes them in the base's data type, where rounding would move the policy from the base.
-    """
+    """Set DoRA's magnitudes to the norms as the forward pass computes them."""
+    # PEFT takes them in the base's data type, where rounding would move the policy from the base.
     from peft.tuners.lora import LoraLayer
 
     layers = [m for m in model.modules() if isinstance(m, LoraLayer)]

@@ -75,11 +75,9 @@ class CausalLMPolicy:
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Keep all modules in evaluation mode within the context, whatever a program does.
-
-        A sampler, a reward or a callback may call ``model.train()``. Dropout draws the masks of a
-        batch together, so that one user's row would change the gradient of every other user.
-        """
+        """Keep all modules in evaluation mode within the context, whatever a program does."""
+        # A sampler, a reward or a callback may call model.train(). Dropout draws the masks of a
+        # batch together, so that one user's row would change the gradient of every other user.
         modules = list(self.model.modules())  # to walk them takes ms, and a token is one pass
 
         def evaluate(*_: Any) -> None:
@@ -106,11 +104,9 @@ class CausalLMPolicy:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """Switch the adapter off within the context, where the network is the base policy.
-
-        Where an adapter moved a part of the base weights into itself, and without an adapter, the
-        parameters of the run's start take the place of the trained ones.
-        """
+        """Switch the adapter off within the context, where the network is the base policy."""
+        # Without an adapter, or where it moved a part of the base weights into itself, the
+        # parameters of the run's start take the place of the trained ones.
         outer, self.is_base = self.is_base, True
         if outer:
             yield
@@ -183,21 +179,16 @@ class CausalLMPolicy:
 
     @property
     def start_token(self) -> int:
-        """The token that replaces an empty prompt: BOS, else EOS, else padding.
-
-        A model needs one token, and one user's empty row must not stop the run.
-        """
+        """The token that replaces an empty prompt: BOS, else EOS, else padding."""
         own = self.tokenizer
         special: tuple[int | None, ...] = (own.bos_token_id, own.eos_token_id, own.pad_token_id)
         rows = self.model.get_input_embeddings().weight.shape[0]
         return next(token for token in special if token is not None and token < rows)
 
     def known(self, tokens: list[int]) -> list[int]:
-        """Return tokens, all of which the model has an embedding for.
-
-        Some tokenizers have more tokens than the model, such as Gemma 3's for an image. Whoever
-        writes the name of one in a prompt would end the run of everybody.
-        """
+        """Return tokens, all of which the model has an embedding for."""
+        # Some tokenizers have more tokens than the model, such as Gemma 3's for an image. Whoever
+        # writes the name of one in a prompt would end the run of everybody.
         rows = self.model.get_input_embeddings().weight.shape[0]
         if max(tokens, default=0) >= rows:
             raise DprlhfError(
@@ -266,32 +257,23 @@ class CausalLMPolicy:
 
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:
-        """Compute the layers under checkpoints within the context, if gradients are computed.
-
-        transformers' own checkpoints work in training mode alone. There some layers drop out or
-        compute another way, and the backward pass would have to compute them in the same mode.
-        """
+        """Compute the layers under checkpoints within the context, if gradients are computed."""
+        # transformers' own checkpoints work in training mode alone, where some layers drop out.
         layers = self.checkpointed if torch.is_grad_enabled() else []
         again = {m: partial(checkpoint, m.forward, use_reentrant=False) for m in layers}
         with forwards_replaced(again):
             yield
 
     def shared_rows(self, num_generations: int, prompt: int, responses: int) -> int:
-        """Return the fastest number of responses to compute in one row, behind one prompt.
-
-        It depends on public numbers alone: it decides the shape of a batch, and rounding depends on
-        the shape.
-        """
+        """Return the fastest number of responses to compute in one row, behind one prompt."""
+        # From public numbers alone: it decides a batch's shape, and rounding depends on that.
         if num_generations == 1 or not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
         hidden = self.model.get_input_embeddings().weight.shape[1]
         return shared_prompt.best_shared_rows(num_generations, prompt, responses, hidden)
 
     def shared_cache(self, num_generations: int, prompt: int, responses: int) -> int:
-        """Return how many responses to decode behind one copy of their prompt's keys and values.
-
-        Arguments and result are those of :meth:`shared_rows`.
-        """
+        """Return how many responses to decode behind one copy of their prompt's keys and values."""
         if not shared_prompt.supported(getattr(self.model, "config", None)):
             return 1
         return shared_prompt.most_behind_one_cache(num_generations, prompt, responses)
@@ -299,10 +281,7 @@ class CausalLMPolicy:
     def inputs_of(
         self, tokens: torch.Tensor, mask: torch.Tensor, responses: int, shared_rows: int
     ) -> dict[str, Any]:
-        """Return the model's inputs for the logits of the responses' tokens.
-
-        Arguments are those of :meth:`response_logprobs`.
-        """
+        """Return the model's inputs for the logits of the responses' tokens."""
         if shared_rows > 1:
             dtype = self.model.get_input_embeddings().weight.dtype
             return shared_prompt.behind_one_prompt(tokens, mask, responses, shared_rows, dtype)
@@ -324,11 +303,8 @@ class CausalLMPolicy:
         shared_rows: int = 1,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """Return log π(token | all tokens before it) of the last ``responses`` tokens of each row.
-
-        π is the distribution that responses are sampled from, at ``temperature`` and with
-        ``sampling``.
-        """
+        """Return log π(token | all tokens before it) of each row's last ``responses`` tokens."""
+        # π is the distribution that responses are sampled from.
         inputs = self.inputs_of(tokens, mask, responses, shared_rows)
         chosen = tokens[:, -responses:].flatten()
         fits = replay is not None and replay.fits(self)
@@ -385,11 +361,9 @@ def positions(model: Any) -> float:
 
 
 def context_length(config: Any, first: int = 0) -> float:
-    """Return how many tokens a model of this config has positions for.
-
-    Past its original length, LongRoPE rescales all rows of a batch if one of them is longer: one
-    user would change the values of the others. So that length is the limit.
-    """
+    """Return how many tokens a model of this config has positions for."""
+    # Past its original length, LongRoPE rescales all rows of a batch if one of them is longer: one
+    # user would change the values of the others. So that length is the limit.
     config = getattr(config, "get_text_config", lambda: config)()
     stored = [getattr(config, name, None) for name in _POSITIONS]
     usable = next((count for count in stored if count), 0) - first
@@ -411,11 +385,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def first_position(model: Any) -> int:
-    """Return the position of a text's first token.
-
-    RoBERTa and its relatives number a text's positions behind that of padding: of 514, 512 are
-    left.
-    """
+    """Return the position of a text's first token."""
+    # RoBERTa and its relatives number positions behind that of padding: of 514, 512 are left.
     padding = [
         getattr(module, "padding_idx", None)
         for name, module in model.named_modules()
@@ -425,11 +396,9 @@ def first_position(model: Any) -> int:
 
 
 def keep_unpacked(model: Any) -> None:
-    """Keep 4-bit weights as they are on a CPU.
-
-    bitsandbytes packs them for inference at the first forward pass in evaluation mode, and what it
-    then calls has no gradient: that of the layers below would silently be missing.
-    """
+    """Keep 4-bit weights as they are on a CPU."""
+    # bitsandbytes packs them at the first pass in evaluation mode, and what it then calls has no
+    # gradient: that of the layers below would silently be missing.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

@@ -15,12 +15,7 @@ def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: flo
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """The function behind :func:`chosen_logprobs`, with little memory.
-
-    It takes some of the rows at a time: their float32 copies stay in the processor's cache, and the
-    backward pass keeps the logits as the model gave them. ``cross_entropy`` makes three float32
-    copies of all rows.
-    """
+    """The function behind :func:`chosen_logprobs`, with float32 copies of some rows at a time."""
 
     @staticmethod
     def forward(
@@ -49,10 +44,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 def row_parts(logits: torch.Tensor, on_gpu: int = 2**28) -> Iterator[slice]:
-    """Cut the rows of ``[rows, vocabulary]`` into parts whose copies stay in a CPU's cache.
-
-    On a GPU a part has up to ``on_gpu`` numbers.
-    """
+    """Cut rows into parts whose copies stay in a CPU's cache, or of ``on_gpu`` numbers."""
     size = max(1, (on_gpu if logits.is_cuda else 2**21) // logits.shape[1])
     for start in range(0, len(logits), size):
         yield slice(start, min(start + size, len(logits)))

@@ -57,13 +57,9 @@ class RewardModel(CausalLMPolicy):
 def load_reward_model(
     spec: recipe.Policy, labels: list[str] | None, *, seed: int = 0
 ) -> RewardModel:
-    """Load an encoder or a causal LM through transformers with a classification head.
-
-    A base may lack a layer besides the head: one that was trained on masked tokens has no pooler.
-    Such a layer has random weights and is not trained, as nothing but adapter and head is. It is
-    saved with the adapter all the same, since who loads the base anew gets other random weights.
-    An adapter leaves it out, also where ``target_modules`` names it.
-    """
+    """Load an encoder or a causal LM through transformers with a classification head."""
+    # A base may lack more than the head, such as a pooler. Its weights are random, not trained, get
+    # no adapter, and are saved all the same: a base loaded anew would have other ones.
     from transformers import AutoTokenizer
 
     from dprlhf.assets import resolve
@@ -98,11 +94,9 @@ def load_reward_model(
 def load_classifier(
     spec: recipe.Policy, labels: list[str] | None, *, seed: int, attention: str | None = None
 ) -> tuple[Any, list[str]]:
-    """Load a base model in float32 with a classification head, as it is before it is trained.
-
-    What the checkpoint lacks has the same random weights at each call, so that a trained adapter
-    can be merged into the base that it was trained on.
-    """
+    """Load a base model in float32 with a classification head, as it is before it is trained."""
+    # What the checkpoint lacks has the same random weights at each call, so that a trained adapter
+    # can be merged into the base that it was trained on.
     from transformers import AutoModelForSequenceClassification
 
     from dprlhf.assets import resolve

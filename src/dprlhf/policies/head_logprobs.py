@@ -1,14 +1,11 @@
 """log π(token) from the last hidden states: the vocabulary's logits never exist for all tokens.
 
-The logits of 16 responses of 512 tokens over 128,000 words take 4 GB in float32, and the backward
-pass takes as much again for their gradient. A token's log-probability depends on its own hidden
-state h alone, with
+A token's log-probability depends on its own hidden state h alone, with
 
-    ∂ log π(y) / ∂h = (W_y − Σ_v π(v) W_v) / temperature,
+    ∂ log π(y) / ∂h = (W_y − Σ_v π(v) W_v) / temperature.
 
-a vector of the hidden size. Where the vocabulary's weight W is frozen, the forward pass computes it
-beside log π(y), some tokens at a time, from logits that are then dropped; the backward pass only
-scales it. The products are those that the ordinary passes make.
+Where the vocabulary's weight W is frozen, the forward pass computes it beside log π(y), some tokens
+at a time, from logits that are then dropped; the backward pass only scales it.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ _LOGITS = 2**25
 
 
 def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
-    """Return whether logits are W h (+ b) with a frozen vocabulary weight W.
-
-    A model that a program has changed is taken as it is called, by its logits.
-    """
+    """Return whether logits are W h (+ b) with a frozen vocabulary weight W."""
+    # A model that a program has changed is taken as it is called, by its logits.
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in _PLAIN_HEADS or getattr(config, "auto_map", None):
         return False
@@ -69,8 +64,7 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
         rows, size = len(states), _tokens_at_once(len(states), len(weight))
-        # Parts of one size: rounding depends on a product's shape, and the last part would be
-        # another one.
+        # Parts of one size, also the last: rounding depends on a product's shape.
         missing = -rows % size
         if missing:
             states, chosen = F.pad(states, (0, 0, 0, missing)), F.pad(chosen, (0, missing))

@@ -1,14 +1,10 @@
 """What the frozen layers computed while responses were sampled, kept for the gradient pass.
 
-Sampling has computed every layer at every token already, with the same parameters. The products of
-the frozen linear layers are most of that work. They are kept, and the forward pass of the gradients
-takes them instead of multiplying again; norms, attention and the trainable layers are computed as
-ever, and the backward pass is the usual one. Below the lowest layer that is trained nothing is
-computed at all, because the input of that layer is kept. That input depends on no trained
-parameter, so it also serves passes of the base policy; and while an adapter adds nothing yet, all
-that was kept serves them.
-
-What is kept of a row is a function of that row alone, wherever sampling keeps rows apart.
+Products of the frozen linear layers are most of the work. The forward pass of the gradients takes
+the kept ones; norms, attention and the trainable layers are computed as ever. Below the lowest
+trained layer nothing is computed, since its input is kept; it depends on no trained parameter, so
+it serves the base policy, too. While an adapter adds nothing yet, all that was kept does. What is
+kept of a row is a function of that row alone, wherever sampling keeps rows apart.
 """
 
 from __future__ import annotations
@@ -93,11 +89,9 @@ def _linear(module: Any) -> bool:
 def room_for(
     policy: Any, *, rows: float, prompt: int, response: int, together: int, gradients: bool = True
 ) -> bool:
-    """Return whether what sampling would keep fits into an eighth of the device's memory.
-
-    All numbers are public ones, since it decides how gradients are rounded. A round may have more
-    rows than are expected, which the other seven eighths allow for.
-    """
+    """Return whether what sampling would keep fits into an eighth of the device's memory."""
+    # From public numbers, since it decides how gradients are rounded. A round may have more rows
+    # than are expected, which the other seven eighths allow for.
     parts = parts_of(policy)
     if parts is None:
         return False
@@ -134,10 +128,7 @@ class Kept:
 
     @contextlib.contextmanager
     def recording(self, layout: Layout) -> Iterator[None]:
-        """Keep what is computed within the context: one micro-batch of sampling.
-
-        Or one forward pass over prompts with their responses behind them, as the gradients take.
-        """
+        """Keep what one micro-batch of sampling, or a pass over prompts and responses, computes."""
         found: dict[str, torch.Tensor] = {}
         calls: dict[str, int] = {}
         linear = self.parts.linear if self.gradients else {}
@@ -239,8 +230,8 @@ def _keeping(
 class Replay:
     """What is kept of some rows, as outputs of the layers in a forward pass over these rows.
 
-    Every output is copied into a new tensor of the pass' shape, zero on fillers and on further
-    columns of padding: how it is rounded may not depend on what is beside it in memory.
+    Every output is copied into a new tensor of the pass' shape, zero on fillers and padding: how it
+    is rounded may not depend on what is beside it in memory.
     """
 
     def __init__(
@@ -299,11 +290,9 @@ class Replay:
 
     @contextlib.contextmanager
     def replacing(self, policy: Any) -> Iterator[None]:
-        """Let layers return their kept outputs in forward passes within the context.
-
-        All outputs are used if the parameters are those of sampling (:meth:`fits`); otherwise only
-        the input of the lowest trained layer, which no trained parameter influences.
-        """
+        """Let layers return their kept outputs in forward passes within the context."""
+        # All of them if the parameters are those of sampling; else only the input of the lowest
+        # trained layer, which no trained parameter influences.
         kept, parts = self._kept, self._kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):

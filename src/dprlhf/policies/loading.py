@@ -172,11 +172,8 @@ def make_policy(
 
 
 def _choose_padding(tokenizer: Any, vocabulary: int) -> None:
-    """Give a tokenizer a padding token that the model has an embedding for.
-
-    A token that was added to the tokenizer alone has none. What stands on padding is masked, so any
-    other special token will do.
-    """
+    """Give a tokenizer a padding token that the model has an embedding for."""
+    # One that was added to the tokenizer alone has none. Padding is masked: any special token does.
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocabulary:
         return
     for token in (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token):

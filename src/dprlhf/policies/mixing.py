@@ -11,26 +11,22 @@ from dprlhf.errors import DprlhfError
 
 
 def mixing_layers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the path of each layer whose output for a row depends on other rows, and how it does.
-
-    Batch norm normalises by the batch. A mixture of experts groups the tokens of a batch by expert:
-    a matrix product then has a shape, and with it a rounding, that all users decide together. The
-    8-bit layers of bitsandbytes compute the columns in which any token of the batch has an outlier
-    in another precision (LLM.int8(), arXiv 2208.07339), unless their threshold is 0. Other ways of
-    quantising may take a scale from the batch, so they are counted as mixing, too.
-    """
+    """Yield each layer whose output for a row depends on other rows, and how it does."""
     config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
         method = getattr(method, "value", method)
+        # Other ways of quantising may take a scale from the batch.
         if method != "bitsandbytes":
             yield f"the model ({type(model).__name__})", _SCALES.format(method)
     for path, module in model.named_modules():
         name = f"'{path}' ({type(module).__name__})"
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             yield name, "normalises by the batch"
+        # Tokens grouped by expert: a product's shape, and rounding, that all users decide.
         if "experts" in dict(module.named_children()) or "Experts" in type(module).__name__:
             yield name, _EXPERTS
+        # LLM.int8() (arXiv 2208.07339): columns in which any token has an outlier.
         if getattr(getattr(module, "state", None), "threshold", 0.0) > 0.0:
             yield name, _OUTLIERS
 

@@ -19,10 +19,10 @@ NOISE_FLOOR = 0.1
 class NormalizedSGD(torch.optim.Optimizer):
     """Momentum SGD with steps of fixed length (Cutkosky & Mehta 2020, arXiv 2002.03305).
 
-    b ← μb + g, then θ ← θ − lr · b/‖b‖, where ‖b‖ is the L2 norm over all parameters together: the
-    paper's Algorithm 1 without extrapolation. Noise then turns a step but does not lengthen it, and
-    ``learning_rate`` is the distance that the parameters move in a round, whatever the unit of the
-    gradient. A gradient that is zero everywhere moves nothing.
+    b ← μb + g, then θ ← θ − lr · b/‖b‖, with the L2 norm over all parameters: Algorithm 1 without
+    extrapolation. Noise turns a step but does not lengthen it, and ``learning_rate`` is the
+    distance of a round, whatever the gradient's unit. A gradient that is zero everywhere moves
+    nothing.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], spec: recipe.Optimizer) -> None:
@@ -52,13 +52,10 @@ class NormalizedSGD(torch.optim.Optimizer):
 class NoiseCorrectedAdam(torch.optim.Optimizer):
     """Adam without the noise in its second moment (DP-AdamBC, Tang et al., arXiv 2312.14334).
 
-    Where noise outweighs the gradient, Adam's v is σ² in every coordinate, and Adam is SGD with
-    momentum and a step of lr/σ. The estimate v̂ − σ² brings the gradient's own scale back. It is
-    held above :data:`NOISE_FLOOR` · σ², where the paper has a constant in the unit of the gradient.
-
-    σ may differ between rounds, as it does under correlated noise: what is subtracted is the
-    average of σ² with the weights that v̂ gives the rounds. Correlation between rounds does not
-    enter the expectation of a square.
+    Where noise outweighs the gradient, Adam's v is σ² everywhere. v̂ − σ² has the gradient's own
+    scale; it is held above :data:`NOISE_FLOOR` · σ², where the paper has a constant. Under
+    correlated noise σ differs between rounds: σ² is then its average with the weights that v̂ gives
+    the rounds.
     """
 
     def __init__(

@@ -9,11 +9,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def without_wrapper(model: Any) -> Any:
-    """Return the model inside ``DataParallel`` or Opacus' ``GradSampleModule``; others as they are.
-
-    Opacus' hooks are removed: they would keep a gradient of each row in memory. The weights
-    are the wrapped model's own. A line on standard error reminds of ``dprlhf privacy declare``.
-    """
+    """Return the model inside ``DataParallel`` or Opacus' ``GradSampleModule``, or the model."""
+    # Opacus' hooks would keep a gradient of each row in memory.
     if isinstance(model, DataParallel | DistributedDataParallel):
         model = model.module
     if not hasattr(model, "to_standard_module"):

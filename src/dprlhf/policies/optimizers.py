@@ -32,10 +32,8 @@ def ascend(
     optimizer: torch.optim.Optimizer,
     direction: Released[torch.Tensor],  # [dimension]; its negative becomes the parameters' gradient
 ) -> None:
-    """Take one optimizer step uphill along a released direction.
-
-    This is the only place where a released value reaches the model.
-    """
+    """Take one optimizer step uphill along a released direction."""
+    # The only place where a released value reaches the model.
     vector, offset = open_released(direction, "ascend"), 0
     for parameter in parameters:
         piece = vector[offset : offset + parameter.numel()]
@@ -54,10 +52,7 @@ def set_learning_rate(
 
 
 def set_noise(optimizer: torch.optim.Optimizer, noise_std: float) -> None:
-    """Give the optimizer the standard deviation of the round's noise in each coordinate.
-
-    Only ``NoiseCorrectedAdam`` uses it. No state is kept, as in :func:`set_learning_rate`.
-    """
+    """Give ``NoiseCorrectedAdam`` the noise of the round in each coordinate; no state is kept."""
     for group in optimizer.param_groups:
         if "noise_std" in group:
             group["noise_std"] = noise_std

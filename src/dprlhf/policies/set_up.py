@@ -13,10 +13,7 @@ from dprlhf.errors import DprlhfError
 
 
 class SetUp:
-    """Copies of tokenizer and configs from before the first round, restored before saving.
-
-    So nothing that private prompts changed in them is published.
-    """
+    """Copies of tokenizer and configs from before the first round, restored before saving."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[Any, Any, Any]] = {}
@@ -35,11 +32,8 @@ class SetUp:
             ) from None
 
     def put_back(self) -> None:
-        """Put the copies back into the objects that they were taken from.
-
-        The program's own objects are changed in place: they may be saved again, or be passed to
-        :func:`dprlhf.resume` or to another run.
-        """
+        """Put the copies back into the objects that they were taken from."""
+        # In place: the program may save its own objects again, or pass them to another run.
         for name, (owner, held, kept) in self._kept.items():
             fresh = copy.deepcopy(kept)
             vars(held).clear()

@@ -1,10 +1,8 @@
 """Several responses behind a single copy of their prompt, in one row of the model's input.
 
-The rows of responses to one prompt repeat its tokens. Here one row has the order prompt, y₁, y₂, …;
-the positions of each response continue from the prompt's end, and an attention mask hides the
-responses from one another. The model then computes what it computes for separate rows, and the
-prompt only once. A row still belongs to one user. While responses are decoded, their prompt's keys
-and values are likewise kept, and read, once.
+A row has the order prompt, y₁, y₂, …; each response's positions continue from the prompt's end, and
+an attention mask hides the responses from one another. The model computes what it computes for
+separate rows, and the prompt once. A row still belongs to one user.
 """
 
 from __future__ import annotations
@@ -21,21 +19,16 @@ positions from the mask, keep a state from token to token, or look back a fixed 
 
 
 def supported(config: Any) -> bool:
-    """Return whether a model with this configuration computes the same behind a shared prompt.
-
-    A checkpoint with code of its own is not supported, whatever its name.
-    """
+    """Return whether a model with this configuration computes the same behind a shared prompt."""
+    # A checkpoint with code of its own (auto_map) is not, whatever its name.
     known = getattr(config, "model_type", None) in _MODELS
     return known and not any(getattr(config, n, None) for n in ("sliding_window", "auto_map"))
 
 
 def patched(network: Any) -> bool:
-    """Return whether a model may compute something else than transformers' class of its type.
-
-    It may with a class of the program's own, such as one that scales the logits, or with a
-    ``forward`` put into one of its modules. accelerate's hooks, which move tensors between devices,
-    change no value.
-    """
+    """Return whether a model may compute something else than transformers' class of its type."""
+    # By a class of the program's own, or a forward put into a module. accelerate's hooks, which
+    # move tensors between devices, change no value.
     return not type(network).__module__.startswith("transformers.") or any(
         "forward" in vars(module) and not hasattr(module, "_hf_hook")
         for module in network.modules()
@@ -43,12 +36,9 @@ def patched(network: Any) -> bool:
 
 
 def best_shared_rows(num_generations: int, prompt: int, response: int, hidden: int) -> int:
-    """Return the fastest number of responses behind one copy of their prompt.
-
-    One more response saves a pass over the prompt and makes the row longer for attention. In the
-    same units, a token costs 6 · hidden in a layer's matrix products and its row's length in
-    attention.
-    """
+    """Return the fastest number of responses behind one copy of their prompt."""
+    # One more saves a pass over the prompt and lengthens the row for attention. A token costs 6 ·
+    # hidden in a layer's products and its row's length in attention.
 
     def cost(shared_rows: int) -> float:
         tokens = prompt + shared_rows * (response - 1)
@@ -87,12 +77,9 @@ def behind_one_prompt(
 
 
 def most_behind_one_cache(num_generations: int, prompt: int, response: int) -> int:
-    """Return how many responses to decode behind one copy of their prompt's keys and values.
-
-    A step of decoding reads all keys and values: one more response behind a copy saves reading the
-    prompt's, and makes every other response's attention pass over its places. The responses get at
-    most twice as many places as the prompt: measured on a CPU, more of them save nothing.
-    """
+    """Return how many responses to decode behind one copy of their prompt's keys and values."""
+    # A copy fewer saves reading the prompt's, and attention passes over the other responses'
+    # places. Measured on a CPU, more than twice the prompt's places save nothing.
     fits = [c for c in range(1, num_generations + 1) if c * response <= 2 * prompt]
     return max((c for c in fits if num_generations % c == 0), default=1)
 
@@ -103,11 +90,8 @@ def own_tokens_behind_prompt(
     max_new_tokens: int,
     dtype: torch.dtype,  # [rows, prompt]
 ) -> torch.Tensor:
-    """Return what decoding adds to attention's scores, where responses share their prompt's cache.
-
-    A row of the cache has the prompt's places, then those of every response's first token, of every
-    response's second token, and so on. A response sees the prompt's real tokens and its own.
-    """
+    """Return what decoding adds to attention's scores, where responses share a prompt's cache."""
+    # A row has the prompt's places, then every response's first token, every one's second token, …
     own = torch.eye(shared, dtype=torch.bool, device=mask.device).repeat(1, max_new_tokens)
     of_prompt = mask.bool()[:, None, None].expand(-1, 1, shared, -1)
     seen = torch.cat([of_prompt, own.expand(len(mask), 1, -1, -1)], dim=3)

@@ -35,11 +35,9 @@ def warped(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def cutoff(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the lowest score that is kept: the kept tokens are those with this score or a higher.
-
-    All ties of the lowest are kept, also with top-p, of which transformers keeps an arbitrary part:
-    what is kept must not depend on the order in which a sort leaves equal scores.
-    """
+    """Return the lowest score that is kept: the kept tokens have this score or a higher."""
+    # All ties of the lowest are kept, also with top-p: what is kept must not depend on the order in
+    # which a sort leaves equal scores.
     lowest = scores.new_full((len(scores), 1), -torch.inf)
     if sampling.top_k:
         best = scores.topk(min(sampling.top_k, scores.shape[1]), 1).values
@@ -80,11 +78,7 @@ def warped_logprobs(
 
 
 class _WarpedLogProbs(torch.autograd.Function):
-    """The function behind :func:`warped_logprobs`.
-
-    Some of the rows at a time, as for plain log-probabilities. For the backward pass, a row keeps
-    its logits and two numbers: the normaliser and the cutoff.
-    """
+    """The function behind :func:`warped_logprobs`; a row keeps logits, normaliser and cutoff."""
 
     @staticmethod
     def forward(

@@ -14,8 +14,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 class WholePolicy(CausalLMPolicy):
     """The policy π_θ without an adapter: every weight that a text's logits depend on is trained.
 
-    The base policy is a frozen copy of the weights that the run started from, which is swapped in
-    inside :meth:`base`. So a model takes twice its memory.
+    The base policy, a frozen copy of the weights at the start, is swapped in inside :meth:`base`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:

@@ -100,10 +100,8 @@ class _Sums:
     own: Array  # Sum of the squared norms of its columns, [components]
 
     def log_masses(self, scale: float, noise: float) -> tuple[float, Array]:
-        """Return log Z and the unnormalised log-weights of the proposal's components.
-
-        A weight is E_Q[e^(s Σ l_i)] times the number of orders over T^r.
-        """
+        """Return log Z and the unnormalised log-weights of the proposal's components."""
+        # A weight is E_Q[e^(s Σ l_i)] times the number of orders over T^r.
         logs = self.orders + scale * (scale * self.between - self.own) / (2 * noise**2)
         top = float(logs.max())
         return top + math.log(float(np.exp(logs - top).sum())), logs
@@ -123,12 +121,9 @@ def _sums(rounds: int, bands: int, folds: int) -> _Sums:
 
 
 def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Proposal:
-    """Return the proposal with density ((1/T) Σ_i e^(s l_i))^r / Z to Q, s = a/r at least 1.
-
-    By the power-mean inequality it is at least L^a / Z, so a value is at most B. The power a is the
-    one with the smallest B, and r the largest for which there are not too many sums, or for which
-    the best s is still above 1.
-    """
+    """Return the proposal with density ((1/T) Σ_i e^(s l_i))^r / Z to Q, s = a/r at least 1."""
+    # By the power-mean inequality the density is at least L^a / Z, so a value is at most B. The
+    # power a has the smallest B, r is the largest with few enough sums, or the best s above 1.
     choices = range(1, _FOLDS + 1)
     largest = max(r for r in choices if r == 1 or math.comb(rounds + r - 1, r) <= _COMPONENTS)
     best: tuple[float, int, float] = (math.inf, 1, 1.0)
@@ -157,11 +152,9 @@ def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _
 
 
 def _add_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Proposal:
-    """Return the proposal N(-a c̄, z² I), c̄ the mean column, with the power a of the smallest B.
-
-    As log L is at least the mean of the l_i, a value is at most (1 - e^eps L) L^a times
-    e^(a s/2 + a² g/2), with s the mean of |c_i|²/z² and g = |c̄|²/z².
-    """
+    """Return the proposal N(-a c̄, z² I), c̄ the mean column, with the power a of the smallest B."""
+    # log L is at least the mean of the l_i, so a value is at most (1 - e^eps L) L^a times e^(a s/2
+    # + a² g/2), with s the mean of |c_i|²/z² and g = |c̄|²/z².
     columns = noise_matrix(rounds, bands) / noise
     gram = columns.T @ columns
     spread, square = float(np.diag(gram).mean()), float(gram.mean())
@@ -281,10 +274,7 @@ def likely_delta(noise: float, rounds: int, bands: int, epsilon: float, part: in
 
 @functools.lru_cache(1024)
 def delta(noise: float, rounds: int, bands: int, epsilon_: float, rough: bool = False) -> float:
-    """Return an upper bound on δ at ``epsilon_ >= 0``, the larger of both sides.
-
-    A ``rough`` one is from fewer draws: looser, and as valid.
-    """
+    """Return an upper bound on δ at ``epsilon_ >= 0``; ``rough`` ones are looser."""
     single = gaussian_delta(noise, epsilon_)
     if not _usable(noise, epsilon_) or single < _SMALLEST_DELTA:
         return single
@@ -308,10 +298,8 @@ def likely_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> floa
 def curve(
     noise: float, rounds: int, bands: int, epsilons: Array, reach: float
 ) -> dict[Side, Array]:
-    """Return upper bounds on δ, by side, from draws that suit three ε up to ``reach``.
-
-    All points of the draws hold at once, with the probability that :data:`CHARGE` pays for.
-    """
+    """Return upper bounds on δ, by side, from draws that suit three ε up to ``reach``."""
+    # All points of the draws hold at once, with the probability that CHARGE pays for.
     if not _usable(noise, reach):
         return dict.fromkeys(SIDES, np.ones_like(epsilons))
     near = [(at, side) for side in SIDES for at in (reach, reach / 2, 0.0)]
@@ -324,12 +312,9 @@ def curve(
 
 @functools.lru_cache(1024)
 def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float, float]:
-    """Return an upper and a lower bound on ε at ``delta_``.
-
-    The search finds where to look, with draws of its own. The certificate bounds both curves at a
-    few fixed offsets from there at once, so that the smallest ε that passes needs no correction for
-    having been selected. The added user's curve is certified with an eighth of the draws first.
-    """
+    """Return an upper and a lower bound on ε at ``delta_``."""
+    # The search has draws of its own. The certificate bounds both curves at a few fixed offsets at
+    # once, so that the smallest ε that passes needs no correction for having been selected.
     single = gaussian_epsilon(noise, delta_)
     lower = _independent_epsilon(noise, rounds, bands, delta_)
     if single == 0 or delta_ < _SMALLEST_DELTA or not _usable(noise, single):
@@ -352,11 +337,8 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
 
 
 def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> float:
-    """Return a lower bound on ε without draws: that of independent noise.
-
-    By the comparison of the proof note, columns with non-negative products cost no less than
-    orthogonal ones of their norms.
-    """
+    """Return a lower bound on ε without draws: that of independent noise."""
+    # Columns with non-negative products cost no less than orthogonal ones (proof note).
     least = float(np.linalg.norm(noise_matrix(rounds, bands), axis=0).min())
     own = noise / least * (1 + 1e-12)
     once = random_allocation.epsilon(own, rounds, delta_, "remove")
@@ -365,11 +347,8 @@ def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -
 
 @functools.lru_cache(256)
 def noise(rounds: int, bands: int, epsilon_: float, delta_: float, high: float) -> float:
-    """Return about the smallest noise multiplier whose certified ε is at most ``epsilon_``.
-
-    It is a proposal, below the ``high`` with which one Gaussian release costs ``epsilon_``;
-    :func:`epsilon` certifies it with other draws.
-    """
+    """Return about the smallest noise multiplier whose certified ε is at most ``epsilon_``."""
+    # A proposal, below the noise of one Gaussian; epsilon() certifies it with other draws.
     target = epsilon_ * (1 - 1e-3)  # room for the offsets between which ε is certified
 
     def value(z: float) -> float:

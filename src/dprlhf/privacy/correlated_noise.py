@@ -62,10 +62,8 @@ def noise_gain(rounds: int, bands: int, round_: int) -> float:
 
 @functools.cache
 def _gains(rounds: int, bands: int) -> NDArray[np.float64]:
-    """Return the norms of the rows of C⁻¹, ``[rounds]``, from one pass over the rows.
-
-    Row t is (e_t − Σ_k C[t, t−k] row_{t−k}) / C[t, t], with the b − 1 rows before it.
-    """
+    """Return the norms of the rows of C⁻¹, ``[rounds]``, from one pass over the rows."""
+    # Row t is (e_t − Σ_k C[t, t−k] row_{t−k}) / C[t, t], with the b − 1 rows before it.
     root = square_root(rounds, bands)
     before = np.zeros((max(1, root.shape[1] - 1), rounds))  # row s at place s mod (b − 1)
     norms = np.empty(rounds)

@@ -1,8 +1,7 @@
 """The same plan by every accountant that is installed: independent checks of a stated ε.
 
-Each library is imported where it is asked, and none of them is needed to run. Their conventions
-differ, so each answer says how the library read the plan, and whether its ε is exact (to the
-rounding that it states itself), an upper bound, or refused, with the reason.
+No library is needed to run. Conventions differ, so each answer says how the library read the plan
+and whether its ε is exact, an upper bound, or refused, with the reason.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ def google_rdp(mechanism: Mechanism, delta: float) -> Answer:
 
 
 def opacus_prv(mechanism: Mechanism, delta: float) -> Answer:
-    """Return opacus' privacy random variable accountant (numerical composition), error 0.1% of ε.
-
-    Its ε is certified only as an interval: the middle is the estimate.
-    """
+    """Return the middle of opacus' PRV accountant's interval (error 0.1% of ε)."""
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()
@@ -121,10 +117,8 @@ def feldman_shenfeld(mechanism: Mechanism, delta: float) -> Answer:
 
 
 def opake(mechanism: Mechanism, delta: float) -> Answer:
-    """Return the ε of opake-accounting, a port of Google's distributions to Rust.
-
-    Only its compiled module is loaded: the Python package around it needs the rest of opake.
-    """
+    """Return the ε of opake-accounting, a port of Google's distributions to Rust."""
+    # Only its compiled module is loaded: the Python package around it needs the rest of opake.
     native, times = _opake_module(), mechanism.rounds
     # The default grid takes minutes for random allocation.
     config = native.DiscretizationConfig(discretization=5e-3)

@@ -77,11 +77,9 @@ def widening(last: int, stride: int = 1) -> Places:
 
 
 def loss_distribution(step: float, curve: Floats, opposite: Floats, places: Places) -> Losses:
-    """Return a pessimistic loss distribution of a mechanism whose privacy curve is known on a grid.
-
-    The curve is joined by chords in e^epsilon, which lie above the convex true curve ("connect the
-    dots", Doroshenko et al., arXiv 2207.04380).
-    """
+    """Return a pessimistic loss distribution of a mechanism with a curve known on a grid."""
+    # Chords in e^epsilon lie above the convex true curve ("connect the dots", Doroshenko et al.,
+    # arXiv 2207.04380).
     # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.
     back = places[len(opposite) - 1 : 0 : -1]
     negative = -np.expm1(-step * back) + np.exp(-step * back) * opposite[:0:-1]
@@ -106,8 +104,8 @@ _WEIGHT_ERROR = 1e-12  # relative error of a tilted mass, beyond that of the mas
 class Composed:
     """The sum of independent privacy losses of several mechanisms, all on one grid.
 
-    δ is computed by an FFT of exponentially tilted masses, so its error is small beside δ itself,
-    however small that is (proof note, step 10).
+    δ is from an FFT of exponentially tilted masses: its error is small beside δ (proof note, step
+    10).
     """
 
     parts: tuple[tuple[Losses, int], ...]  # Loss distributions, and how often each occurs

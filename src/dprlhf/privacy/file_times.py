@@ -1,13 +1,9 @@
 """Modification times (mtime) of a run's public files, which say nothing about how long it took.
 
-The duration of a private round reveals how many users it had. Left to the operating system, the
-times of ``metrics.jsonl``, of the ledger and of each checkpoint would publish it. So every writer
-of a run folder calls :func:`stamp`. The date is that of the day before the run began; the time of
-day is a checksum of the content, so that a tool that copies what changed since it last looked
-(``rsync``) sees each change.
-
-The time of the last change of an inode (ctime) and of its creation belong to the operating system
-and cannot be set: a copy or an archive of a run has public times only, the folder itself has not.
+The duration of a private round reveals how many users it had, so every writer of a run folder calls
+:func:`stamp`. The date is that of the day before the run began; the time of day is a checksum of
+the content, so that ``rsync`` sees each change. The time of an inode's last change (ctime) cannot
+be set: a copy of a run has public times only, the folder itself has not.
 """
 
 from __future__ import annotations
@@ -55,21 +51,15 @@ def public_time(path: Path, root: Path) -> float:
 
 
 def first_day(root: Path) -> str:
-    """Return the day on which a run began, in UTC, as ``2026-01-31``.
-
-    It is public already, as the day after the modification time of the run's files.
-    """
+    """Return the day on which a run began, ``2026-01-31``, which its files' times tell, too."""
     began = public_time(root, root) + _DAY
     return datetime.datetime.fromtimestamp(began, datetime.UTC).date().isoformat()
 
 
 def stamp(path: Path) -> None:
-    """Set the modification time of a file or folder of a run, and of the folder that it is in.
-
-    The new time is :func:`public_time`, which does not reveal how long rounds took. A file in
-    ``secret/`` keeps its own; the folder ``secret/`` can be seen from outside and gets a public
-    one. What belongs to no run is left as it is.
-    """
+    """Set the public modification time of a file or folder of a run, and of its parent."""
+    # A file in secret/ keeps its own; the folder secret/ can be seen from outside. What belongs to
+    # no run is left as it is.
     root = run_of(path)
     if root is None:
         return

@@ -31,15 +31,14 @@ with errors of 1e-16 of them over the square of the grid's step."""
 def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -> float:
     """Return how much of the budget (ε, δ) some runs take up, where plans may follow from results.
 
-    This is a privacy filter: as long as the share of all runs that were made is at most 1, all of
-    them together are (ε, δ)-private, however each plan was chosen in view of what the earlier runs
-    released (docs/proofs/composition.md). ε and δ must be fixed before the first run. A share below
-    1 is not a statement of a smaller ε.
-
-    It is the smallest share of several filters, among which δ is divided beforehand: one adds z⁻²
-    of the Gaussian releases that cover the runs (Smith & Thakurta, arXiv 2210.17520), the others
-    Rényi divergences, each at one order (Feldman & Zrnic, arXiv 2008.11193).
+    This is a privacy filter: while the share of all runs is at most 1, all of them together are (ε,
+    δ)-private, however each plan was chosen in view of earlier results
+    (docs/proofs/composition.md). ε and δ must be fixed before the first run. A share below 1 states
+    no smaller ε.
     """
+    # The smallest share of several filters, among which δ is divided beforehand: z⁻² of the
+    # Gaussian releases that cover the runs (Smith & Thakurta, arXiv 2210.17520), and Rényi
+    # divergences, each at one order (Feldman & Zrnic, arXiv 2008.11193).
     if not times:
         return 0.0
     if len({mechanism.adjacency == "replace-one" for mechanism in times}) > 1:
@@ -66,11 +65,7 @@ def filter_share(times: Mapping[Mechanism, int], epsilon: float, delta: float) -
 
 @functools.lru_cache(256)
 def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None, float]]:
-    """Return the losses of one factor of a run, by side, and the δ of those that count as infinite.
-
-    No losses where nothing is known beside the Gaussian that covers the run. The δ is that of all
-    factors of the run.
-    """
+    """Return one factor's losses by side, if known, and the δ of a run's infinite losses."""
     spec, factors = mechanism.spec, factors_of(mechanism)
     pair = spec.replaced if mechanism.adjacency == "replace-one" else spec.pair
     if spec.disjoint or pair is None or noise_too_small(round_noise(mechanism), tail / factors):
@@ -82,10 +77,8 @@ def _tailed(mechanism: Mechanism, tail: float) -> dict[Side, tuple[Losses | None
 
 
 def _renyi(mechanism: Mechanism, order: float, losses: Losses | None) -> float:
-    """Return an upper bound on the Rényi divergence of a run's finite losses, at an order above 1.
-
-    ``losses`` are those of one factor on one side; None takes the Gaussian that covers the run.
-    """
+    """Return an upper bound on the Rényi divergence of a run's finite losses at an order > 1."""
+    # losses: those of one factor on one side; None takes the Gaussian that covers the run.
     noise = single_noise(mechanism)
     single = order / 2 / noise / noise
     if losses is None:

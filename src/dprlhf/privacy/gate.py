@@ -33,16 +33,9 @@ class Gate:
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release (Σ g_u + N(0, (zS)² I)) / m, the Gaussian mechanism on a clipped sum, ``[d]``.
 
-        m is the plan's public constant, never the number of users that happened to be in the round.
-        The noise is added in place, so the sum is gone afterwards.
-
-        Sum and noise are rounded to multiples of a power of two γ, about 2⁻³⁰ zS, and the noise is
-        drawn exactly. Its standard deviation is z(S + γ⌈√d⌉), since rounding can move the sums of
-        neighbours apart by γ in each of d coordinates.
-
-        The first release of a round charges it; the plan's ``releases_per_round`` is the number of
-        releases that this charge covers. A round that a crash cut short is spent: it is never taken
-        up again.
+        m is the plan's public constant, never the number of users in the round. The first release
+        of a round charges it, for the plan's ``releases_per_round``; a round that a crash cut short
+        is spent.
         """
         check_bounded(bounded, "the gate")
         plan = self.plan
@@ -53,6 +46,9 @@ class Gate:
             )
         charge = self._charge_of(t)
         self._released += 1
+        # Noise is added in place. Sum and noise are multiples of a power of two γ, about 2⁻³⁰ zS,
+        # and the noise is drawn exactly. Rounding can move neighbours' sums apart by γ in each of d
+        # coordinates, so its standard deviation is z(S + γ⌈√d⌉).
         total = bounded.total
         if plan.noise_std:
             grid = grid_of(plan.noise_multiplier, plan.clip_norm, len(total))
@@ -74,11 +70,9 @@ class Gate:
         return self._key, "noise", charge.body["round"], number, charge.hash
 
     def _correlated(self, last: int, dimension: int, std: Fraction) -> torch.Tensor:
-        """Return row ``last`` of C⁻¹σξ, rounded row by row: the noise of that round, ``[d]``.
-
-        Row t is n_t = round((σξ_t − Σ_k C[t, t−k] n_{t−k}) / C[t, t]) with the integers n of the
-        rows before it, and that sum is exact. A resumed run draws the rows before it again.
-        """
+        """Return row ``last`` of C⁻¹σξ, rounded row by row: the noise of that round, ``[d]``."""
+        # Row t is n_t = round((σξ_t − Σ_k C[t, t−k] n_{t−k}) / C[t, t]) with the integers n of the
+        # rows before it, an exact sum. A resumed run draws the rows before it again.
         root = square_root(self.plan.rounds, self.plan.bands)
         for t in range(self._last, last):
             noise = torch.zeros(dimension, dtype=torch.int64, device="cpu")

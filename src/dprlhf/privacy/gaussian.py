@@ -123,11 +123,8 @@ def find_root(
     rough: Callable[[float], float] | None = None,
     tolerance: float = 1e-5,
 ) -> float:
-    """Return nearly the smallest x in [low, high] with ``value(x) <= target``.
-
-    ``value`` decreases in x, up to numerical error: the returned x was itself evaluated and found
-    to satisfy the bound. Only ``high`` is returned without evaluation, when nothing below passes.
-    """
+    """Return nearly the smallest x in [low, high] where decreasing ``value(x) <= target``."""
+    # What is returned was evaluated and satisfies the bound, but for `high`.
     goal = math.sqrt(-2 * math.log(target))
 
     def score(v: float) -> float:

@@ -1,11 +1,10 @@
 """The privacy ledger: an append-only, hash-chained file, written before anything is released.
 
-``ledger.jsonl`` holds one JSON entry per line. Each entry contains the SHA-256 hash of the one
-before it and is fsynced before :meth:`Ledger.charge` returns, so noise is never drawn for a round
-that is not recorded. Entries hold only values that the recipe made public: no times (a round's
-duration reveals its realised batch size) and nothing computed from users. Each charge also holds a
-nonce. Its hash, which names the noise's stream, is therefore new even where a folder was restored
-from a backup and a round is charged once more.
+Each line of ``ledger.jsonl`` contains the SHA-256 hash of the one before it and is fsynced before
+:meth:`Ledger.charge` returns, so noise is never drawn for a round that is not recorded. Entries
+hold public values only: no times (a round's duration reveals its realised batch size) and nothing
+computed from users. A charge's nonce makes its hash, which names the noise's stream, new even where
+a folder was restored from a backup and a round is charged once more.
 """
 
 from __future__ import annotations
@@ -152,11 +151,8 @@ class Ledger:
         clip_norm: float | str,
         releases_per_round: int = 1,
     ) -> Entry:
-        """Charge one round, durably, before its noise is drawn.
-
-        The charge holds a fresh nonce, so that its hash, and the noise drawn under it, are new in
-        every copy of the run folder.
-        """
+        """Charge one round, durably, before its noise is drawn."""
+        # The fresh nonce makes the noise under its hash new in every copy of the folder.
         terms = self.entries[0].body
         if round_ > self.rounds or round_ < 1:
             raise DprlhfError(f"round {round_} is outside the budget of {self.rounds} rounds")
@@ -188,10 +184,7 @@ class Ledger:
             self._append("book", entry)
 
     def confirm(self, saved: int) -> None:
-        """Check the round of the latest checkpoint against the ledger.
-
-        A commit that a crash kept out of the ledger is appended here.
-        """
+        """Check the latest checkpoint's round; append a commit that a crash kept out."""
         committed = max((e.body["round"] for e in self.entries if e.kind == "commit"), default=0)
         if saved and saved not in self.charged:
             raise DprlhfError(
@@ -239,11 +232,8 @@ def read_opened(path: Path) -> list[Entry]:
 
 
 def opened_terms(path: Path) -> dict[str, Any]:
-    """Return the terms that a run's ledger opened with; empty without a readable first entry.
-
-    A continued run keeps them where today's version, or this machine's rounding, would state
-    others. Nothing is verified here: opening the ledger does that.
-    """
+    """Return the terms that a run's ledger opened with, not verified; empty if unreadable."""
+    # A continued run keeps them where today's version, or this machine's rounding, states others.
     try:
         with open(path, "rb") as file:
             terms = json.loads(file.readline())["body"]

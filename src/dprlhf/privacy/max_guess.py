@@ -80,10 +80,8 @@ def _log_quantile(guess: float) -> float:
 
 
 def _likely_quantile(mechanism: Mechanism) -> float:
-    """Return about ln Φ⁻¹ of the best guess at even odds; not a bound.
-
-    The factors of a run are added up as if each were the Gaussian with its best guess.
-    """
+    """Return about ln Φ⁻¹ of the best guess at even odds; not a bound."""
+    # The factors of a run are added up as if each were the Gaussian with its best guess.
     spec, replace = mechanism.spec, mechanism.adjacency == "replace-one"
     single, factors = -math.log(2 * single_noise(mechanism)), 1
     pair = spec.replaced if replace else spec.pair

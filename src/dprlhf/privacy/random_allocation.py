@@ -81,10 +81,8 @@ class _Lattice:
 
 
 def _lattice(sigma: float, step: float, top: int) -> _Lattice:
-    """Move X, up to ``top * step``, to the ends of its cells, keeping each cell's mass and mean.
-
-    Cells are one step wide near zero and grow in proportion to X further out.
-    """
+    """Move X, up to ``top * step``, to the ends of its cells, keeping each cell's mass and mean."""
+    # Cells are one step wide near zero and grow in proportion to X further out.
     growth = 0.003 * min(sigma, 1.0)
     reach = [sigma * (s * _REACH - sigma / 2) - math.log(step) for s in (-1, 1)]
     first = max(1, min(top, int(math.exp(min(reach[0], 40.0)))))
@@ -149,10 +147,8 @@ class _Plan:
 def _plan(
     sigma: float, rounds: int, threshold: float, cap: float, side: Side, precision: float
 ) -> _Plan:
-    """Choose the tilt, the window and the FFT length from a rough quadrature of X.
-
-    Every choice gives a valid bound, and a good one a tight bound, so rough values are enough.
-    """
+    """Choose the tilt, the window and the FFT length from a rough quadrature of X."""
+    # Every choice gives a valid bound, a good one a tight bound: rough values are enough.
     sign = 1.0 if side == "remove" else -1.0
     top = min(_REACH, math.log(cap) / sigma + sigma / 2)
     bottom = max(-_REACH, min(top, sigma) - 45.0) if side == "remove" else -_REACH

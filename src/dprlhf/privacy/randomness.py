@@ -34,10 +34,8 @@ def new_key() -> bytes:
 
 
 def uint64_stream(key: bytes, *context: str | int, count: int) -> NDArray[np.uint64]:
-    """Return ``[count]`` uniform 64-bit integers for the use that ``context`` names.
-
-    The context is JSON-encoded, so that ``("a", "b")`` and ``("ab",)`` are different streams.
-    """
+    """Return ``[count]`` uniform 64-bit integers for the use that ``context`` names."""
+    # JSON, so that ("a", "b") and ("ab",) are different streams.
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes")
     own = hashlib.shake_256(key + json.dumps(context).encode()).digest(KEY_BYTES)
@@ -56,14 +54,9 @@ def uniforms(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]
 
 
 def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
-    """Return ``[count]`` standard normal draws in float64.
-
-    Each is the sum of four inverse-CDF draws, divided by 2. One float64 draw takes values on a grid
-    that an observer of (value + noise) can invert (Mironov 2012); with four, the preimage of an
-    output is far too large to search (Holohan & Braghin 2021, arXiv 2107.10138).
-
-    Each block of draws has its own stream, so that only one block needs memory beyond the result.
-    """
+    """Return ``[count]`` standard normal draws in float64, a stream for each block of them."""
+    # One float64 draw lies on a grid that an observer of (value + noise) can invert (Mironov 2012).
+    # The preimage of a sum of four, over 2, is too large to search (Holohan & Braghin, 2107.10138).
     import torch  # an accountant draws too, and does not load it
 
     noise = torch.empty(count, dtype=torch.float64)

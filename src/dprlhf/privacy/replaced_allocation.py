@@ -90,13 +90,10 @@ def epsilon(
 
 
 def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
-    """Return upper bounds on δ that, reflected to negative ε, are convex in e^ε, as the curve is.
-
-    P and Q are mirror images, so H_{e^-t}(P‖Q) = 1 − e^-t + e^-t H_{e^t}(P‖Q). The true curve is
-    convex in e^ε: no chord between points above it crosses it, so the lower convex hull of the
-    bounds is a bound. It is the sharper one near ε = 0, where :func:`delta` has little to hold on
-    to, and loss distributions of bounds that are not convex would gain mass (proof note, step 10).
-    """
+    """Return upper bounds on δ that, reflected to negative ε, are convex in e^ε."""
+    # P and Q are mirror images, so H_{e^-t}(P‖Q) = 1 − e^-t + e^-t H_{e^t}(P‖Q). The true curve is
+    # convex in e^ε, so the lower convex hull of the bounds is a bound: the sharper one near ε = 0,
+    # and loss distributions of bounds that are not convex would gain mass (proof note, step 10).
     given = [(delta(noise, rounds, e, rough=True), gaussian_delta(noise / 2, e)) for e in epsilons]
     found, t = np.min(given, axis=1), epsilons[:0:-1]
     bounds = np.concatenate([-np.expm1(-t) + np.exp(-t) * found[:0:-1], found])
@@ -192,10 +189,8 @@ def _tilt(sigma: float, c: float, rounds: int, bound: float) -> tuple[float, flo
 def _lattice(
     sigma: float, c: float, step: float, left: int, right: int
 ) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the atoms, in steps, and weights of W ≤ ``right`` steps, moved to its cells' ends.
-
-    Mass and mean of every cell are kept; what is below ``−left`` steps is moved up to it.
-    """
+    """Return the atoms, in steps, and weights of W ≤ ``right`` steps, moved to its cells' ends."""
+    # Mass and mean of every cell are kept; what is below −left steps is moved up to it.
     atoms = np.arange(-left, right + 1)
     edges = _g_of(sigma, c, np.multiply(atoms, step, dtype=np.float64))
     begin, span = edges[:-1], np.diff(edges)

@@ -96,11 +96,9 @@ def rounded_gaussian(
     count: int,
     offset: tuple[Integers, int] | None = None,  # [count]
 ) -> torch.Tensor:
-    """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers.
-
-    Each block of 2¹⁵ coordinates has a stream of its own, and is drawn within the cache; threads
-    take four blocks at once. (In steps over one block they wait for Python's lock.)
-    """
+    """Return ``[count]`` exact draws of round(σξ − f), ξ standard normal, as float64 integers."""
+    # A stream for each block of 2¹⁵ coordinates; threads take four blocks at once. (In steps over
+    # one block they wait for Python's lock.)
     table, noise = _table(std), np.empty(count)
     threads = max(1, min(torch.get_num_threads(), count // (_TOGETHER * _BLOCK)))
     step = _BLOCK * (1 if threads == 1 else _TOGETHER)
@@ -191,11 +189,8 @@ def _narrowed(powers: Array, half: Array) -> Array:
 
 @functools.cache
 def _middles() -> tuple[list[int], Array, Array]:
-    """Return Q at the middle of each interval, and of one before, in units of 2⁻¹⁰⁰.
-
-    Beside it Q and φ(Q) in float64. scipy's Φ⁻¹ is a first guess; one step of Halley's method
-    takes its error to the third power.
-    """
+    """Return Q in units of 2⁻¹⁰⁰, and Q and φ(Q) in float64, at the middles of the intervals."""
+    # scipy's Φ⁻¹ is a first guess; one step of Halley's method takes its error to the third power.
     bits = (np.arange(_FIRST - 1, _FIRST + _INTERVALS) << _DROPPED) + (1 << (_DROPPED - 1))
     middles = bits.view(np.float64) * 2.0**-64
     exact, x, density = [], [], []
@@ -267,10 +262,8 @@ def _words(key: bytes, *context: str | int) -> Iterator[int]:
 
 
 def _settle(std: Fraction, offset: Fraction, v: int, more: Iterator[int]) -> int:
-    """Return round(σQ(V) − f) by multiple-precision arithmetic, from as many bits as it takes.
-
-    It is the integer k with Φ(−(k + ½ + f)/σ) ≤ V < Φ(−(k − ½ + f)/σ).
-    """
+    """Return round(σQ(V) − f) by multiple-precision arithmetic, from as many bits as it takes."""
+    # It is the integer k with Φ(−(k + ½ + f)/σ) ≤ V < Φ(−(k − ½ + f)/σ).
     digits = 64
     while True:
         v, digits = (v << 64) + next(more), digits + 64

@@ -62,20 +62,14 @@ class Responses:
 
     @property
     def policy_mask(self) -> torch.Tensor:
-        """1 where the policy itself sampled a response token, ``[rows, response]``.
-
-        What a tool answered is context for the tokens behind it and has no log-probability of its
-        own: no loss, ratio or length counts it.
-        """
+        """1 where the policy itself sampled a response token, ``[rows, response]``."""
+        # What a tool answered has no log-probability: no loss, ratio or length counts it.
         return self.response_mask if self.tool_mask is None else self.response_mask * self.tool_mask
 
     @property
     def turn(self) -> NDArray[np.int64]:
-        """Number of the turn, from 0, in which the policy wrote a token, ``[rows, response]``.
-
-        A turn is a stretch of the policy's own tokens. What a tool answered has the number of the
-        turn before it.
-        """
+        """Number of the turn, from 0, in which the policy wrote a token, ``[rows, response]``."""
+        # A turn is a stretch of the policy's own tokens; a tool's answer has the number before.
         own = self.policy_mask.numpy() != 0
         starts = own & ~np.pad(own, ((0, 0), (1, 0)))[:, :-1]
         turn: NDArray[np.int64] = np.maximum(starts.cumsum(1) - 1, 0)
@@ -87,11 +81,8 @@ class Responses:
         return [int(last) + 1 for last in self.turn[:, -1]]
 
     def take(self, rows: NDArray[np.int64]) -> Responses:
-        """Return these rows, in this order; users and prompts stay as they are.
-
-        The rows are, of each prompt, the same number, in an order that is the same for all: a row's
-        place then follows from public numbers again.
-        """
+        """Return these rows, in this order; users and prompts stay as they are."""
+        # Of each prompt the same number, in an order that is the same for all: places stay public.
         number = np.full(len(self.user) + 1, len(rows))  # the last one for places without a row
         number[rows] = np.arange(len(rows))
         grid = np.sort(number[self.grid], axis=2)
@@ -117,11 +108,8 @@ class Responses:
         return Responses(**{**vars(self), **chosen})
 
     def micro_batch(self, rows: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and mask of the rows at some places, ``[places, prompt + response]``.
-
-        A place without a row has a filler, which belongs to no user: one token repeated after a
-        prompt of one token.
-        """
+        """Return tokens and mask of the rows at some places, ``[places, prompt + response]``."""
+        # A place without a row has a filler: one token repeated after a prompt of one token.
         filler = torch.from_numpy(rows < 0)
         tokens, mask = self.tokens[rows], self.mask[rows]  # −1 is a row, too: it is written over
         tokens[filler], mask[filler] = 0, 0

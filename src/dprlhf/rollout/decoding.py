@@ -1,12 +1,9 @@
 """A compact decoding loop: one prefill per prompt, then one token per step and response.
 
-Where the model takes positions and an attention mask as they are, the responses to a prompt go on
-behind one copy of its keys and values (:mod:`dprlhf.policies.shared_prompt`): a step then reads the
-prompt once and not once for each response.
-
-Each row has its own uniform number for each step and takes the token at which its cumulative
-probability passes that number (inverse CDF). What a user samples then does not depend on who else
-is in the micro-batch, on its size, or on which process it runs.
+Each row takes the token at which its cumulative probability passes its own uniform number for the
+step (inverse CDF). What a user samples then does not depend on who else is in the micro-batch, on
+its size, or on the process. Responses to a prompt go on behind one copy of its keys and values
+where the model allows it (:mod:`dprlhf.policies.shared_prompt`).
 """
 
 from __future__ import annotations
@@ -33,12 +30,9 @@ _CPU_ROWS = 128
 
 
 def inverse_cdf(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the first token whose cumulative probability exceeds the uniform number.
-
-    The cumulative sum runs over blocks of the vocabulary first and then inside one block, both in
-    float64: in float32 a late token's mass drowns in what stands before it, and a uniform number
-    can round to 1. A block's own mass is summed in float32, which errs no more than the softmax.
-    """
+    """Return the first tokens whose cumulative probability exceeds the draw, ``[rows, draws]``."""
+    # Summed over blocks of the vocabulary, then inside one, in float64: in float32 a late token's
+    # mass drowns, and a draw can round to 1. A row whose logits are NaN gets the last token.
     scaled = logits.float() if temperature == 1 else logits.float() / temperature
     mass = scaled.softmax(1)
     if missing := -mass.shape[1] % _BLOCK:
@@ -131,11 +125,8 @@ def try_last_step(
     max_new_tokens: int,
     static: StaticSteps | None = None,
 ) -> None:
-    """Make the last step of :func:`decode` on fillers: of all steps, it needs most memory.
-
-    One row writes a cache as long as at that step, and all rows get a copy of it, as the rows of
-    decoding get their prompt's.
-    """
+    """Make the last step of :func:`decode` on fillers: of all steps, it needs most memory."""
+    # One row writes a cache as long as at that step; all rows get a copy, as in decoding.
     device, pad = policy.device, policy.tokenizer.pad_token_id
     ids, mask = (t.to(device) for t in _padded([None] * size, width, pad))
     rows, last, cache = size * num_generations, max(max_new_tokens - 2, 0), None
@@ -161,11 +152,7 @@ def _growing_steps(
     num_generations: int,
     max_new_tokens: int,
 ) -> Steps:
-    """Return decoding steps over a key-value cache that grows by one token a step and response.
-
-    The prompts' cache is expanded to the rows of the steps (one for each response, or for several
-    that share their prompt's keys and values), and its memory is reserved.
-    """
+    """Return decoding steps over a key-value cache in reserved memory, with the steps' rows."""
     steps = Steps(policy, mask, num_generations, max_new_tokens)
     cache.reorder_cache(steps.prompt_of_row)
     reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
@@ -240,12 +227,9 @@ def _padded(
 
 
 def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: float) -> int:
-    """Return how many responses to sample at once, a power of two.
-
-    It depends on public numbers only, because a batch size decides shapes and shapes decide
-    rounding. On a GPU it is what fits into half of the free memory, on a CPU at most 128 (more was
-    not faster), and never more than all rows of a round need.
-    """
+    """Return how many responses to sample at once, a power of two, from public numbers only."""
+    # A batch size decides shapes and shapes decide rounding. On a GPU it is what fits into half of
+    # the free memory, on a CPU at most 128 (more was not faster), and no more than a round needs.
     most = _CPU_ROWS
     if policy.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(policy.device)

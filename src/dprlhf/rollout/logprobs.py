@@ -17,11 +17,8 @@ Array = NDArray[np.float64]
 
 
 def base_logprobs(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> Array:
-    """Return log μ of each response token under the base model at temperature 1, nothing cut.
-
-    Args and shapes are those of :func:`token_logprobs`; exp of minus the mean over tokens is the
-    base model's perplexity of the responses.
-    """
+    """Return log μ of each response token under the base model at temperature 1, nothing cut."""
+    # exp of minus its mean over tokens is the base model's perplexity of the responses.
     with policy.base(), policy.sampled_with(Sampling(), temperature=1.0):
         return token_logprobs(policy, responses, batch_size)
 
@@ -32,13 +29,8 @@ def token_logprobs(
     responses: Responses,
     batch_size: int,
 ) -> Array:
-    """Return log π_θ(token | what stands before it) of the policy's own tokens; 0 on others.
-
-    The others are padding, and what tools answered.
-
-    π_θ is the distribution that responses are sampled from, at the policy's temperature and with
-    its top-k and so on.
-    """
+    """Return log π_θ(token | before), ``[rows, response]``; 0 on padding and tools' tokens."""
+    # π_θ is the distribution that responses are sampled from, top-k and so on included.
     found = np.zeros((len(responses.user), responses.max_new_tokens))
     shared_rows = policy.shared_rows(
         responses.num_generations, responses.width, responses.max_new_tokens
@@ -66,11 +58,8 @@ def log_ratio_to_base(
     responses: Responses,
     batch_size: int,
 ) -> Array:
-    """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does.
-
-    Top-k, top-p and min-p are left out of both: the two policies keep different tokens, and the
-    ratio would be infinite at a token that only one of them keeps.
-    """
+    """Return log π_θ(token) − log π_ref(token) as :func:`token_logprobs` does, nothing cut."""
+    # The two policies keep different tokens: the ratio would be infinite where one drops it.
     with policy.sampled_with(Sampling()):
         current = token_logprobs(policy, responses, batch_size)
         with policy.base():

@@ -1,8 +1,4 @@
-"""A key-value cache in memory that is reserved once: decoding steps append without copying.
-
-transformers' cache grows by ``torch.cat``, which copies all keys and values at every step: over a
-response that is quadratic in its length.
-"""
+"""A key-value cache in reserved memory: transformers' own copies all of it at every step."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def reserve(cache: Any, more: int) -> None:
-    """Reserve room for so many further places in each layer that grows by copying.
-
-    Layers of other kinds (a sliding window, a state) are left as they are.
-    """
+    """Reserve room for so many places in each layer that grows by copying."""
     layers = getattr(cache, "layers", [])
     for number, layer in enumerate(layers):
         if type(layer) is DynamicLayer and layer.is_initialized:

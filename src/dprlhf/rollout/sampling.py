@@ -71,10 +71,7 @@ def replays_graphs(policy: CausalLMPolicy, spec: recipe.Rollout) -> bool:
 
 
 def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
-    """Return settings to sample PUBLIC prompts in the fewest micro-batches, with few filler rows.
-
-    The shapes follow from the number of prompts, so this is not for private ones.
-    """
+    """Return settings to sample PUBLIC prompts, by their number, in the fewest micro-batches."""
     assert spec.batch_size != "auto"
     batches = max(1, -(-prompts * responses // spec.batch_size))
     size = min(spec.batch_size, max(1, -(-prompts // batches)) * responses)
@@ -206,11 +203,8 @@ def _as_seen(
 
 
 def left_of(policy: CausalLMPolicy, prompt: Any, tokens: Sequence[int]) -> Any:
-    """Return what is left of a prompt whose last tokens these are, for rewards to see it so.
-
-    A conversation that was cut is no list of whole messages any more: one message, with the role of
-    its last one, has the text that is left.
-    """
+    """Return what is left of a prompt whose last tokens these are, for rewards to see it so."""
+    # A conversation that was cut is one message with the role of its last one.
     text = text_of_tokens(policy, tokens)
     return text if isinstance(prompt, str) else [{**prompt[-1], "content": text}]
 
@@ -314,12 +308,9 @@ def generate_rows(
     room: Sequence[int] | None = None,
     kept: Kept | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int]]]]:
-    """Yield row numbers in the flat ``[prompts · num_generations]``, with their responses.
-
-    A micro-batch has a number of places that follow one another, and all have one width. All
-    responses to a prompt share its prefill, or the largest divisor of their number that fits into a
-    micro-batch. A filler has the row number −1.
-    """
+    """Yield row numbers, flat ``[prompts · num_generations]``, −1 a filler, and responses."""
+    # A micro-batch has places that follow one another, of one width. All responses to a prompt
+    # share its prefill, or the largest divisor of their number that fits.
     _, num_generations, max_new_tokens = draws.shape
     assert spec.batch_size != "auto", (
         "resolve_batch_size() turns auto into a number, once for a run"

@@ -1,18 +1,10 @@
 """Decoding steps on tensors with fixed addresses, for CUDA graphs (transformers' static cache).
 
-A step of a small model is hundreds of short kernels, and starting them from Python takes a GPU
-longer than running them. A CUDA graph starts them all at once, but it repeats exactly what was
-captured: the same kernels on the same memory. So a step here reads its tokens, positions, mask and
-place from fixed tensors, and writes keys and values at that place of a full-sized cache. On a CPU
-the same step is called as it is.
-
-Attention passes over all places that the cache will ever have; those that are not written yet are
-masked, and hold zeros. They add exact zeros, so a step computes what
-:class:`~dprlhf.rollout.decoding.Steps` computes, to rounding. Its shapes follow from public numbers
-alone.
-
-The tests run it on a CPU, with a recorder in the place of ``torch.cuda`` that repeats a captured
-step as a graph would, and where there is a GPU on that.
+Starting a step's hundreds of short kernels from Python takes a GPU longer than running them. A CUDA
+graph starts them at once, but repeats what was captured: the same kernels on the same memory. So a
+step reads its tokens, positions, mask and place from fixed tensors, and writes keys and values at
+that place of a full-sized cache, whose masked zeros add exact zeros. Its shapes follow from public
+numbers alone. On a CPU the same step is called as it is, and tests repeat a recorded one.
 """
 
 from __future__ import annotations
@@ -38,11 +30,8 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
         self._now = now
 
     def start(self, layer: DynamicLayer, row_of: torch.Tensor) -> None:
-        """Take over the keys and values of the prompts, and forget all others.
-
-        What is masked is multiplied by zero, and zero times a NaN is a NaN: one that an earlier
-        micro-batch left behind would reach the users of this one.
-        """
+        """Take over the keys and values of the prompts, and forget all others."""
+        # Masked values are multiplied by zero: an earlier micro-batch's NaN would reach these.
         columns = layer.keys.shape[2]
         for room, given in ((self.keys, layer.keys), (self.values, layer.values)):
             room[:, :, :columns] = given[row_of]
@@ -110,10 +99,7 @@ class StaticSteps:
         self._now.copy_(torch.arange(self.shared, device=mask.device) + self._columns)
 
     def logits(self, tokens: torch.Tensor, step: int, cache: Any) -> torch.Tensor:
-        """Return the logits after one more token of each response, ``[responses, vocabulary]``.
-
-        The next step writes over them.
-        """
+        """Return the next logits, ``[responses, vocabulary]``; the step after writes over them."""
         assert self._run is not None
         assert self._logits is not None
         self._tokens.copy_(tokens.view_as(self._tokens))

@@ -57,10 +57,7 @@ def generate(
     draws: torch.Tensor,
     spec: recipe.Rollout,
 ) -> Iterator[tuple[NDArray[np.int64], list[list[int] | None]]]:
-    """Yield once: all row numbers of the flat ``[prompts · num_generations]``, and the responses.
-
-    vLLM gets all rows in one call.
-    """
+    """Yield once: all row numbers, flat ``[prompts · num_generations]``, and the responses."""
     count, num_generations, max_new_tokens = draws.shape
     if count:
         seeds = (draws[..., 0].flatten() * 2.0**53).long().tolist()
@@ -246,11 +243,8 @@ def _away_from_zero(policy: CausalLMPolicy) -> Iterator[None]:
 def _check_invariance(
     llm: Any, policy: CausalLMPolicy, rows: int, prompt: int, response: int
 ) -> None:
-    """Refuse an engine that answers made-up rows otherwise alone, among few and among many.
-
-    Rows of many lengths end at different steps, so that the prefill of some meets the decoding of
-    others.
-    """
+    """Refuse an engine that answers made-up rows otherwise alone, among few and among many."""
+    # Rows of many lengths end at different steps: prefill of some meets the decoding of others.
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     prompts = [
         [(31 * i + 7 * j) % vocabulary for j in range(1 + (i * 89) % prompt)] for i in range(rows)

@@ -51,14 +51,10 @@ class PublicRows:
 def public_rows(
     recipe: Recipe, file: Path | None = None, *, rows: Any = None, scored: int = SCORING
 ) -> PublicRows:
-    """Divide the public prompts of a recipe, or those of a file, for stand-in runs.
-
-    Of the recipe's ``evaluation.data``, the first ``evaluation.prompts`` rows are left alone, and
-    rows with the same prompt as one of these; the 64 after them are those to which the private run
-    fits its settings, and stay so. The rest is shuffled, with a fixed seed, and divided. No prompt
-    stands in for a user whose gradient is one of those to which ``update.subspace`` is fitted:
-    along directions from its own gradient a stand-in would do better than any user.
-    """
+    """Divide the public prompts of a recipe, or those of a file, for stand-in runs."""
+    # Left alone: the first evaluation.prompts rows, rows with such a prompt, and the 64 after them,
+    # to which the private run fits its settings. No prompt to whose gradient update.subspace is
+    # fitted stands in for a user: along its own direction it would do better than any user.
     final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
     spec = _spec(recipe, file)
     found = rows_of(spec, rows if file is None else None)

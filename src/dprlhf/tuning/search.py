@@ -1,9 +1,8 @@
 """The search for settings on public prompts, with Optuna: no user's row is opened.
 
-Each trial is a stand-in run (:mod:`dprlhf.tuning.stand_in`); the recipe as it is comes first.
-Trials that fall behind are stopped by their public reward during the run. The best of many noisy
-trials is partly lucky, so the last third of the time runs the best ones and the recipe as it is
-again, and only these runs decide.
+Each trial is a stand-in run; the recipe as it is comes first, and trials that fall behind are
+stopped. The best of many noisy trials is partly lucky, so the last third of the time runs the best
+ones and the recipe as it is again, and only these runs decide.
 """
 
 from __future__ import annotations
@@ -128,12 +127,9 @@ class Search:
     # --- trials ---------------------------------------------------------------------------------
 
     def _line_up(self) -> None:
-        """Put next in line what is tried before the sampler proposes anything, if some is left.
-
-        That is the recipe as it is until a trial of it has ended, then other learning rates, once
-        each. One at a time: what is in line when the search ends would be run in place of the runs
-        that decide, beyond the time and the number of trials.
-        """
+        """Put next in line what is tried before the sampler proposes anything, if some is left."""
+        # The recipe as it is, then other learning rates, once each. One at a time: what is in line
+        # when the search ends would be run in place of the runs that decide.
         begun = {t.user_attrs.get("factor") for t in self._study.trials}
         ended = [t.user_attrs["changes"] for t in self._ended(confirming=False)]
         others = (5.0, 1 / 5) if "optimizer.learning_rate" in self._keys else ()

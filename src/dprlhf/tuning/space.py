@@ -194,10 +194,7 @@ def _accepted(recipe: Recipe, key: str, value: Any) -> bool:
 
 
 def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
-    """Return a recipe with other values for some keys.
-
-    Another ``update.name`` keeps those settings of the section that the new update has, too.
-    """
+    """Return a recipe with other values for some keys; a new update keeps what it has, too."""
     values = recipe.model_dump()
     for key, value in changes.items():
         *sections, last = key.split(".")

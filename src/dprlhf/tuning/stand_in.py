@@ -110,11 +110,8 @@ def excess_variance(plan: Plan, stand_ins: int, dimension: int) -> float:
 
 
 def count_users(recipe: Recipe) -> int:
-    """Return the number N of the recipe's users, which is public, without opening a user's row.
-
-    The rows are counted (with ``data.user_column``: the different users), and nothing else is done
-    with them. Where every row is a user and the rows are not on this machine, N is ``data.limit``.
-    """
+    """Return the number N of the recipe's users, which is public, without opening a user's row."""
+    # Rows, or different users, are counted. Where rows are not on this machine, N is data.limit.
     data = recipe.data
     if data.user_column is None and data.limit is not None and not Path(data.path).exists():
         return data.limit
@@ -156,11 +153,8 @@ def run_stand_ins(
     seed: int = 0,
     stop: Callable[[int, float], bool] = lambda t, reward: False,
 ) -> StandInRun:
-    """Train a recipe on public prompts in place of its users, and measure the public reward.
-
-    No private row is opened, nothing is charged or entered in a budget book, and the run folder is
-    a temporary one without a guarantee, which is removed at the end.
-    """
+    """Train a recipe on public prompts in place of its users, and measure the public reward."""
+    # No private row is opened, nothing is charged, and the temporary run folder is removed.
     started = time.perf_counter()
     private = plan_of(recipe, users if users is not None else count_users(recipe))
     count = stand_ins or private.users
@@ -211,11 +205,8 @@ def run_stand_ins(
 def affordable(
     recipe: Recipe, public: PublicRows, seconds: float, *, users: int, reward: Any = None
 ) -> int:
-    """Return the number of stand-ins with which a run takes about ``seconds``, at most N.
-
-    The time is measured on a micro-batch of public prompts. There are at least eight stand-ins for
-    each round.
-    """
+    """Return the number of stand-ins with which a run takes about ``seconds``, at most N."""
+    # Measured on a micro-batch of public prompts. At least eight stand-ins for each round.
     private = plan_of(recipe, users)
     sources = _sources(private, public, users, reward, 0)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -242,10 +233,7 @@ def _evaluate(run: Run) -> Evaluated:
 
 
 def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: bool) -> Recipe:
-    """Return the recipe of a stand-in run: other rows, no promise, and nothing that it reports to.
-
-    The rows are read as public ones are.
-    """
+    """Return the recipe of a stand-in run: public rows, no promise, no reports."""
     place = PublicData(path=IN_MEMORY)
     values = recipe.model_dump()
     values |= {

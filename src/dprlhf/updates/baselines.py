@@ -19,10 +19,8 @@ _GROUP_EPSILON = 1e-4
 
 
 def paired(rewards: Array, from_base: NDArray[np.bool_]) -> Array:
-    """Subtract the mean of the other arm: r(x, y) − r(x, y′) (He & Zhou, Algorithm 1).
-
-    The arms are μ and π_t; on-policy, the first and the second half of the responses.
-    """
+    """Subtract the mean of the other arm: r(x, y) − r(x, y′) (He & Zhou, Algorithm 1)."""
+    # The arms are μ and π_t; on-policy, the first and the second half of the responses.
     first = from_base if from_base.any() else np.arange(rewards.shape[1]) < rewards.shape[1] // 2
     # A mask of columns gives columns that lie apart, whose sum rounds by the number of prompts.
     arms = [np.ascontiguousarray(rewards[:, chosen]) for chosen in (first, ~first)]

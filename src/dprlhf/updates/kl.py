@@ -1,16 +1,11 @@
 """The KL penalty in the reward, which keeps the policy close to the reference policy.
 
 β (log π_t(y|x) − log π_ref(y|x)) is subtracted from the response's own reward, as in RLHF (arXiv
-2203.02155) and TRL's RLOO. Its mean over y ~ π_t is β KL(π_t ‖ π_ref), and where π_t and the reward
-are not clipped, the policy gradient of the penalised reward is the gradient of E r − β KL: the
-derivative of the log-ratio itself has mean zero. π_ref is the network with its adapter off, both
-policies at the temperature of sampling. With top-k, top-p or min-p the log-ratio is that of the
-policies before they are cut, which is finite at every token; the penalty's mean is then a KL
-divergence of the whole distributions, weighted by the sampled ones.
-
-The penalty is a function of one user's own rows, so it changes no sensitivity. Any update sees it
-as part of the reward: GRPO, too, has it there and not in its loss (arXiv 2402.03300, equation 3),
-so ``scale_rewards`` scales it with the reward.
+2203.02155) and TRL's RLOO. Its mean over y ~ π_t is β KL(π_t ‖ π_ref), and the policy gradient of
+the penalised reward is that of E r − β KL: the derivative of the log-ratio itself has mean zero.
+π_ref is the network with its adapter off. With top-k, top-p or min-p the log-ratio is that of the
+policies before they are cut, which is finite at every token. The penalty is a function of one
+user's own rows, so it changes no sensitivity; GRPO, too, has it in the reward and not in its loss.
 """
 
 from __future__ import annotations
@@ -24,11 +19,8 @@ from dprlhf.updates.round import PrivateRound
 
 
 def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
-    """Subtract the penalty from the rewards that the update sees, not from those of telemetry.
-
-    The score is clipped to [−R, R] before, so that the penalty counts even where the score was
-    clipped; the difference is clipped to [−R, R] again.
-    """
+    """Subtract the penalty from the rewards that the update sees, not from those of telemetry."""
+    # Scores are clipped to [−R, R] before, so that the penalty counts even then.
     if not spec.beta:
         return
     bound = round_.telemetry.reward_range

@@ -52,10 +52,7 @@ def importance_ratios(round_: PrivateRound[P, R], batch_size: int) -> Private[ND
 def round_advantage_weights(
     round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]] | None = None
 ) -> Private[NDArray[np.float64]]:
-    """Return :func:`advantage_weights` of a round, ``[rows]`` or ``[rows, response]``.
-
-    With rewards by turn the weights are those of each token.
-    """
+    """Return :func:`advantage_weights` of a round, ``[rows]``, or ``[rows, response]`` by turn."""
     if ratio is None:
         ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
     weights = partial(advantage_weights, baseline=baseline)

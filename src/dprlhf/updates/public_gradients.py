@@ -44,10 +44,7 @@ def public_gradients(
     t: int,
     tick: Tick | None = None,
 ) -> torch.Tensor:
-    """Return what each public user would contribute to round t, ``[users, dimension]``.
-
-    Neither clipped nor released; the policy does not move.
-    """
+    """Return what PUBLIC users would contribute to round t, ``[users, dimension]``; no step."""
     round_ = _PublicRound(
         policy=policy,
         responses=Private(responses),
@@ -84,12 +81,9 @@ def likelihood_gradients(
     optimizer: torch.optim.Optimizer,
     t: int,
 ) -> torch.Tensor:
-    """Return each public user's gradient of the responses' log-likelihood under the base model.
-
-    It is the policy gradient (leave-one-out baseline) whose reward is a response's mean log μ a
-    token, so a step along its mean over users lowers the base model's perplexity of what the policy
-    writes. ``[users, dimension]``; the policy does not move.
-    """
+    """Return each public user's gradient of its responses' log-likelihood under the base model."""
+    # The policy gradient (leave-one-out) whose reward is a response's mean log μ a token: a step
+    # along its mean over users lowers the base model's perplexity of what the policy writes.
     tokens = np.maximum(responses.policy_mask.numpy().sum(1), 1)
     values = base_logprobs(policy, responses, batch_size).sum(1) / tokens
     return public_gradients(

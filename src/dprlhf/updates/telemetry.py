@@ -86,10 +86,7 @@ class ReleasedReward:
 
 @dataclass
 class ValidShare:
-    """The share of users with valid rewards over the rounds so far, from released values alone.
-
-    A rule that looked at the rewards themselves would reveal whether one user's was valid.
-    """
+    """The share of users with valid rewards over the rounds so far, from released values alone."""
 
     rounds: int = 0
     _users: float = 0.0
@@ -109,17 +106,10 @@ class ValidShare:
         return self._sum / self.rounds
 
     def error(self, share: float) -> float:
-        """Return the standard error of :attr:`mean` if the true share were this one.
-
-        It comes from the noise, and from rounds that have more or fewer users than expected: their
-        number has at most the variance of its mean.
-        """
+        """Return the standard error of :attr:`mean` if the true share were this one."""
+        # From the noise, and from the number of a round's users: its variance is at most its mean.
         return math.sqrt(self._variance / self.rounds**2 + share / self._users)
 
     def is_below(self, share: float) -> bool:
-        """Return whether the true share is below this one, by three standard errors.
-
-        At the share itself this is a chance of 0.001; where all rewards are valid, it takes eight
-        standard errors for a share of a tenth.
-        """
+        """Return whether the true share is below this one, by three standard errors."""
         return max(self.mean, 0.0) + 3 * self.error(share) < share

@@ -1,14 +1,9 @@
 """Contextual bandits with a known optimum: suboptimality against users (He & Zhou, sections 5, 6).
 
-Two problems, one user a context with two responses:
-
-- ``log-linear``: features φ(x, y) in the unit ball of d dimensions and a realizable reward
-  r = ⟨w*, φ(x, y)⟩ plus bounded noise: the setting of Corollaries 2 and 3;
-- ``tabular``: a table of mean rewards over contexts and actions, learned by DP-PG with the
-  log-barrier (appendix B, Theorem 5).
-
-One pass in T rounds of m = N/T users in fixed batches, adjacency zero-out: parallel composition, so
-each round has the whole budget. T grows as √N, as in the corollaries (T of order 1/α², m too).
+``log-linear``: features in the unit ball of d dimensions and a realizable reward r = ⟨w*, φ(x, y)⟩
+plus bounded noise (Corollaries 2, 3). ``tabular``: mean rewards over contexts and actions, learned
+by DP-PG with the log-barrier (appendix B, Theorem 5). One pass in T rounds of m = N/T users in
+fixed batches; T grows as √N, as in the corollaries.
 """
 
 from __future__ import annotations
@@ -99,10 +94,7 @@ class Bandit:
         return float((means.max(-1) - (chosen * means).sum(-1)).mean())
 
     def users(self, rng: np.random.Generator, count: int, theta: Array) -> tuple[Array, Array]:
-        """Return φ(y), φ(y′) and r(y), r(y′) of two responses of π_θ to each of ``count`` users.
-
-        Shapes ``[users, 2, d]``, ``[users, 2]``, with the centred features of π_θ's scores.
-        """
+        """Return centred φ ``[users, 2, d]`` and r ``[users, 2]`` of two responses of π_θ each."""
         phi = _features(rng, count, self.arms, self.d)
         chance = softmax(phi @ theta)
         draws = rng.random((count, 2, 1))
@@ -119,11 +111,8 @@ def _features(rng: np.random.Generator, count: int, arms: int, d: int) -> Array:
 
 
 def rounds_of(users: int, name: str) -> int:
-    """Return T = √N / 8, at least 4, and more for oracles that move less in a round.
-
-    ``npg/issp`` has 4: it needs many users in each, and its bound on leverages, which no policy
-    near its optimum keeps, ends further ones without a step.
-    """
+    """Return T = √N / 8, at least 4, and more for oracles that move less in a round."""
+    # ISSP needs many users in each, and no policy near its optimum keeps its bound on leverages.
     if name == "npg/issp":
         return 4
     return max(4, round(math.sqrt(users) / (4 if name in SLOW else 8)))

@@ -1,8 +1,4 @@
-"""Riverswim and insulin dosing, of whose trajectories many are simulated together.
-
-A batch of trajectories is a state array with one row each; a row's next state depends on that row
-and its own random numbers alone. Gymnasium's tasks are in :mod:`dprlhf.papers.control.gym`.
-"""
+"""Riverswim and insulin dosing, of whose trajectories many are simulated together, a row each."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ class Environment(Protocol):
         """Return what the policy sees, ``[users, size]``."""
 
     def step(self, state: Any, actions: Array, uniforms: Array) -> tuple[Any, Array, Flags]:
-        """Return next states, rewards ``[users]``, and which episodes ended by themselves.
-
-        A reward that is not finite marks an environment that failed; its user contributes zero.
-        """
+        """Return next states, rewards ``[users]`` (NaN for a failure), and which episodes ended."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +138,10 @@ class Riverswim:
 class Dosing:
     """Insulin for a type-1 diabetic over one day, a dose every ten minutes (Salas et al. 2019).
 
-    The expanded Bergman minimal model: blood glucose, remote and plasma insulin, two compartments
-    of absorption and the gut (Bergman et al. 1979; parameters of J. D. Hedengren, APMonitor). The
-    reward is 1 − tanh²(|G − 80| / 7), and −1 where G leaves 65 to 105 mg/dL.
-
-    Rio et al. use the simulator of Salas et al.; ``simglucose`` cannot be installed beside current
-    versions of Gymnasium. Departures: steps of a minute instead of an adaptive solver; the constant
-    meals of Dosing-0 and the smooth pulses of Dosing-1 are our own of the same hours,
-    heights and widths.
+    The expanded Bergman minimal model (Bergman et al. 1979; parameters of J. D. Hedengren,
+    APMonitor). The reward is 1 − tanh²(|G − 80| / 7), and −1 where G leaves 65 to 105 mg/dL.
+    Departures from Rio et al.: steps of a minute instead of an adaptive solver; the meals are our
+    own of the same hours, heights and widths.
     """
 
     varying: bool = False

@@ -57,10 +57,8 @@ class Gymnasium:
         self._nothing = np.zeros(self.size)
 
     def reset(self, uniforms: Array) -> list[Any]:
-        """Return a list of environments, observations and whether the episode is over, one each.
-
-        An environment that raised is None from then on: broken, it could fail another user.
-        """
+        """Return a list of environments, observations and whether the episode is over, one each."""
+        # An environment that raised is None from then on: broken, it could fail another user.
         state = []
         for numbers in uniforms:
             env = self._idle.pop() if self._idle else self._make()
@@ -111,14 +109,11 @@ class Gymnasium:
 
 @dataclass
 class PlanarRobot(Gymnasium):
-    """A planar robot of MuJoCo whose policy says where its joints should be.
+    """A planar robot of MuJoCo whose policy says where its joints should be, and sees no joints.
 
-    Task, rewards and the cost of torques are Gymnasium's. What differs is the class of policies: a
-    controller with public gains turns desired positions into torques, stiffness · (desired − q) −
-    damping · q̇, and the policy sees a clock, the trunk, or both, and no joints. With the clock
-    alone these are the oscillators of Raffin et al. (2024, arXiv 2310.05808). Departures: one
-    public period for all joints and phases; a policy linear in sine and cosine has amplitudes of
-    both in the place of an amplitude and a phase.
+    Public gains turn desired positions into torques, stiffness · (desired − q) − damping · q̇; the
+    policy sees a clock, the trunk, or both. With the clock alone these are the oscillators of
+    Raffin et al. (2024, arXiv 2310.05808), with one public period for all joints and phases.
     """
 
     trunk: bool = False  # Whether the policy sees height, angle and three velocities of the trunk

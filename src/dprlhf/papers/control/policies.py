@@ -1,12 +1,8 @@
 """Small policies for control tasks: log-linear and two-layer softmax, and linear actions.
 
-A policy here is a set of functions of its parameters θ, an array ``[d]``, or ``[users, d]`` where
-each user acts with parameters of its own. Everything is float64, and the gradients are written out,
-so that those of thousands of trajectories are a few matrix products.
-
-Sources: the log-linear softmax is that of He & Zhou (arXiv 2510.21060), section 6.2; on one-hot
-states it is the tabular one of their Definition 3. Linear(4,64)-ReLU-Linear(64,2) is that of their
-appendix H.
+A policy is a set of functions of its parameters θ, an array ``[d]``, or ``[users, d]`` where each
+user acts with parameters of its own. Gradients are written out, in float64. The log-linear softmax
+is that of He & Zhou (arXiv 2510.21060), section 6.2, the network that of appendix H.
 """
 
 from __future__ import annotations
@@ -21,10 +17,7 @@ Array = NDArray[np.float64]
 
 
 class TrajectoryPolicy(Protocol):
-    """A policy that acts on numbers: all that ``pgpe`` needs.
-
-    Leading axes are those of the observations: ``[users]`` or ``[users, steps]``.
-    """
+    """A policy that acts on numbers, which is all that ``pgpe`` needs."""
 
     @property
     def dimension(self) -> int:
@@ -84,9 +77,7 @@ def _apply(weight: Array, inputs: Array) -> Array:
 class LogLinearSoftmax:
     """π(a|s) ∝ exp(θ_a · x), x the scaled observation: d = actions · size.
 
-    Adding the same vector to every θ_a changes nothing, so d − size directions carry the policy;
-    the noise in the others does no harm. With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions
-    that have an order (a torque of −1, 0 or 1): d = size.
+    With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions that have an order: d = size.
     """
 
     size: int

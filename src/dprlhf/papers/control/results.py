@@ -94,10 +94,7 @@ def best_ucbvi(found: Sequence[MeasuredRow], group: str, epsilon: float) -> Meas
 
 
 def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float, float]]:
-    """Return (update, ε, slope of log suboptimality by log N, suboptimality at the largest N, it).
-
-    The slope is NaN where fewer than three N were not refused.
-    """
+    """Return (update, ε, slope of log suboptimality by log N, suboptimality at N, largest N)."""
     out = []
     for update in BANDIT_UPDATES:
         for epsilon in BANDIT_EPSILONS:

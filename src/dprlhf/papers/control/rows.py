@@ -1,9 +1,4 @@
-"""Trajectories as the rows of an update: how control tasks reach ``updates/pg.py`` and ``npg.py``.
-
-A user is one trajectory. For the policy gradient a row is that trajectory, with a weight for each
-step, as a language model's response has one for each token. For the natural gradient a row is one
-step: its score ∇ log π(a_t|s_t) is the feature that the advantage is regressed on.
-"""
+"""Trajectories as the rows of ``updates/pg.py`` (a user's trajectory) and ``npg.py`` (a step)."""
 
 from __future__ import annotations
 
@@ -80,10 +75,8 @@ class ControlPolicy:
     def user_scores(
         self, rows: TrajectoryRows, weights: Array
     ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-        """Yield users and Σ_steps weight · ∇ log π of each of their rows, ``[users, rows, d]``.
-
-        A chunk of trajectories has a fixed shape, so no user rounds another's scores.
-        """
+        """Yield users and Σ_steps weight · ∇ log π of each of their rows, ``[users, rows, d]``."""
+        # A chunk of trajectories has a fixed shape, so no user rounds another's scores.
         theta = self.theta.detach().numpy()
         first = np.concatenate([[0], np.bincount(rows.user, minlength=rows.users).cumsum()])
         start = 0

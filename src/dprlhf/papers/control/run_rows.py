@@ -1,8 +1,4 @@
-"""Runs the rows of the papers' tables, in parallel processes.
-
-Every finished (row, seed) is a JSON file under ``runs/``, named by a digest of what was run; a
-second call does what is missing. :mod:`dprlhf.papers.control.results` writes results and tables.
-"""
+"""Runs the rows of the papers' tables, in parallel processes; a second call does the rest."""
 
 from __future__ import annotations
 

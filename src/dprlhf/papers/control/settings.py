@@ -82,11 +82,7 @@ class TrajectoryPG(Settings):
 
 
 class TrajectoryNPG(Settings):
-    """DP-NPG on trajectories: regress Â_t on φ_t = ∇ log π(a_t|s_t), and step along the solution w.
-
-    A user's loss is the mean over its steps of (w · φ_t − Â_t)², so that a user is one term of the
-    sum however long its trajectory.
-    """
+    """DP-NPG on trajectories: a user's loss is the mean over its steps of (w · φ_t − Â_t)²."""
 
     name: Literal["npg"] = "npg"
     clip_norm: PositiveFloat = 1.0  # Bound B on ‖φ_t‖; longer scores are scaled down to it

@@ -1,7 +1,4 @@
-"""The rows of the papers' tables: what is run, beside the figures that the papers print.
-
-:mod:`dprlhf.papers.control.run_rows` runs them.
-"""
+"""The rows of the papers' tables: what is run, beside the figures that the papers print."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Simulating users: each is one trajectory of the current policy, with random numbers of its own.
-
-Trajectories are simulated :data:`CHUNK` at a time, whatever the number of users: fillers complete a
-chunk, so that no user rounds another's numbers (see :mod:`dprlhf.rollout`).
-"""
+"""Simulated users: each is a trajectory of the current policy, with random numbers of its own."""
 
 from __future__ import annotations
 

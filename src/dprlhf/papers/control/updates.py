@@ -1,7 +1,5 @@
 """The private updates of control tasks: the language models' DP-PG and DP-NPG, and PGPE.
 
-:func:`pg` and :func:`npg` give trajectories to :mod:`dprlhf.updates.pg` and
-:mod:`dprlhf.updates.npg`, which clip, release and step; :func:`pgpe` is for control tasks only.
 A user's contribution is computed from its own trajectory and released values only, except with the
 baselines ``batch`` and ``critic``, whose runs state no ε.
 """

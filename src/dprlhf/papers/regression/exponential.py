@@ -67,10 +67,7 @@ class Exponential:
         object.__setattr__(self, "candidates", candidates)
 
     def losses(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return each user's squared error under each candidate, ``[users, candidates]``.
-
-        It is in [0, 4R²], because prediction and target are in [−R, R].
-        """
+        """Return each user's squared error in [0, 4R²], ``[users, candidates]``."""
         bound = self.target_bound
         guesses = predictions(features, self.candidates.mT, bound)
         return (guesses - targets.clamp(-bound, bound)[:, None]).square()
@@ -91,11 +88,8 @@ class Exponential:
 
 
 def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
-    """Sum users' losses exactly, in units of ``largest`` / 2³⁰, ``[candidates]``, float64 integers.
-
-    Sums of such sums are exact, too, in any order. A user whose losses are not all finite has loss
-    zero under every candidate, like an absent user.
-    """
+    """Sum users' losses exactly, in units of ``largest`` / 2³⁰, ``[candidates]``, integers."""
+    # A user whose losses are not all finite has loss zero everywhere, like an absent one.
     shares = losses.double() / largest
     finite = shares.isfinite().all(dim=1, keepdim=True)
     # where, not a product: 0 · NaN is NaN and would poison the sum.
@@ -104,10 +98,8 @@ def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def exponent(epsilon: float, adjacency: Adjacency) -> float:
-    """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε.
-
-    Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
-    """
+    """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε."""
+    # Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
     check_adjacency(adjacency)
     return epsilon / 2 if adjacency == "replace-one" else epsilon
 
@@ -128,10 +120,8 @@ def choose(
 
 
 def _gumbel(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
-    """Return ``[count]`` Gumbel draws −ln(−ln(1 − u)), u uniform with 256 digits.
-
-    Whichever of u and 1 − u is smaller keeps 53 leading digits, so −ln(1 − u) does at both ends.
-    """
+    """Return ``[count]`` Gumbel draws −ln(−ln(1 − u)), u uniform with 256 digits."""
+    # Whichever of u and 1 − u is smaller keeps 53 leading digits, so −ln(1 − u) does at both ends.
     words = uint64_stream(key, "gumbel", *context, count=_WORDS * count).reshape(_WORDS, count)
     upper = words[-1] >= np.uint64(2**63)  # u above a half: its complement is what is small
     words = np.where(upper, ~words, words)

@@ -1,8 +1,4 @@
-"""Releases over users held in memory, for an oracle that runs on plain arrays.
-
-In a training round, :mod:`dprlhf.updates.privls.in_round` answers in this module's place, through
-the run's gate and ledger.
-"""
+"""Releases over users held in memory, in the place of :mod:`dprlhf.updates.privls.in_round`."""
 
 from __future__ import annotations
 
@@ -82,11 +78,8 @@ def issp_draws(key: bytes, dimension: int) -> tuple[float, torch.Tensor]:
 def micro_batches(
     features: torch.Tensor, targets: torch.Tensor, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield features and targets in micro-batches whose contributions fit the processor's cache.
-
-    Rows of zeros (absent users) pad the last one: with a single shape, the rounding of a user's
-    contribution does not depend on the number of the others.
-    """
+    """Yield features and targets in micro-batches whose contributions fit the processor's cache."""
+    # Rows of zeros pad the last: with one shape, a user's rounding does not depend on the others.
     size = min(1024, 2 ** max(0, (_MICRO_BATCH // max(1, width)).bit_length() - 1))
     for start in range(0, len(targets), size):
         x, y = features[start : start + size], targets[start : start + size]

@@ -176,12 +176,9 @@ def make_setup(lowest: float, epsilon: float, delta: float) -> Setup | None:
 
 
 def fail_probabilities(epsilon: float, delta: float, most: float) -> tuple[float, ...] | None:
-    """Return the fastest rise from 0 to 1 of which neighbours are (ε, δ)-indistinguishable.
-
-    q_{s+1} = min(e^ε q_s + δ, 1 − e^−ε (1 − q_s − δ), 1), from q_0 = 0 to q_k = 1; None if k would
-    be above ``most``. All are multiples of 2⁻⁵², like the draw that they are compared with, and
-    rounded down by more than floating point errs.
-    """
+    """Return the fastest rise from 0 to 1 of which neighbours are (ε, δ)-indistinguishable."""
+    # q_{s+1} = min(e^ε q_s + δ, 1 − e^−ε (1 − q_s − δ), 1); None if k would be above `most`.
+    # Multiples of 2⁻⁵², like the draw, rounded down by more than floating point errs.
     fail, grain = [0.0], 2.0**-52
     while fail[-1] < 1.0:
         if len(fail) > most:
@@ -214,11 +211,8 @@ def proof_constants(lowest: float, k: int) -> tuple[float, float, float] | None:
 
 
 def release_noise(leverage: float, epsilon: float, delta: float) -> float | None:
-    """Return c in units of ‖β − β′‖_S with which N(β, c²S⁻¹) is (ε, δ)-DP; None if ε is too small.
-
-    From N(β, c²S⁻¹) to N(β′, c²S⁻¹) by the analytic Gaussian mechanism, and from there to
-    N(β′, c²S′⁻¹) by a tail bound of the privacy loss.
-    """
+    """Return c in units of ‖β − β′‖_S for which N(β, c²S⁻¹) is (ε, δ)-DP, if ε suffices."""
+    # The mean moves by the analytic Gaussian mechanism, S by a tail bound of the privacy loss.
     log_delta = math.log(_COVARIANCE_SHARE * delta) - epsilon
     covariance = covariance_epsilon(2 * leverage, log_delta)
     if covariance >= 0.5 * epsilon:
@@ -316,10 +310,8 @@ def kept_sets(
 def filter_leverage(
     features: torch.Tensor, kept: torch.Tensor, bound: float, ridge: float
 ) -> torch.Tensor:
-    """Return the largest subset of ``kept`` in which every leverage is at most ``bound``.
-
-    A user above the bound is above it in every smaller set, so all are removed at once.
-    """
+    """Return the largest subset of ``kept`` in which every leverage is at most ``bound``."""
+    # A user above the bound is above it in every smaller set, so all are removed at once.
     zero = torch.zeros(len(features), dtype=torch.float64)
     while True:
         leverages = System.of(features, zero, kept.double(), ridge).leverages(features)
@@ -337,10 +329,7 @@ def remove_residuals(
     lowest_bound: float,
     ridge: float,
 ) -> list[tuple[float, int]]:
-    """Return a list of (largest residual, its user), removing that user after each.
-
-    Ends when the largest residual is at most ``lowest_bound``, or ``most`` users are gone.
-    """
+    """Return (largest residual, its user), removing that user after each, down to the bound."""
     kept = kept.clone()
     removals: list[tuple[float, int]] = []
     while len(removals) <= most:

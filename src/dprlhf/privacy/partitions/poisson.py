@@ -61,13 +61,9 @@ def _check(terms: Terms) -> None:
 
 
 def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Allocation:
-    """Draw each (round, user) pair independently with probability q = k/T.
-
-    Only the joins are drawn, about kN of them, not all T·N pairs: between two joins lie a
-    geometric number of pairs left out, ⌊ln U / ln(1 − q)⌋ with U uniform. U has 64 bits, so that
-    a pair's probability, whatever came before it, is q to about 2⁻⁵², as it would be if a uniform
-    number were compared with q.
-    """
+    """Draw each (round, user) pair independently with probability q = k/T."""
+    # Between two joins lie ⌊ln U / ln(1 − q)⌋ pairs left out, U uniform with 64 bits: a pair's
+    # probability, whatever came before it, is q to about 2⁻⁵².
     probability = participations / rounds
     rate = -math.log1p(-probability) if probability < 1 else math.inf
     pairs, last = rounds * users, -1
@@ -86,12 +82,10 @@ def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloc
 
 
 def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
-    """Return the exact δ of one round at each ε ≥ 0, from the curve of the Gaussian.
-
-    With c = e^ε and X the Gaussian's likelihood ratio under Q, of mean 1, the round's ratio is
-    1 − q + qX, so that E(1 − q + qX − c)₊ = q E(X − (c − 1 + q)/q)₊ and E(1 − c(1 − q + qX))₊ =
-    a E(1 − cq X/a)₊ with a = 1 − c(1 − q).
-    """
+    """Return the exact δ of one round at each ε ≥ 0, from the curve of the Gaussian."""
+    # With c = e^ε and X the Gaussian's likelihood ratio under Q, the round's ratio is 1 − q + qX,
+    # so E(1 − q + qX − c)₊ = q E(X − (c − 1 + q)/q)₊ and E(1 − c(1 − q + qX))₊ = a E(1 − cq X/a)₊
+    # with a = 1 − c(1 − q).
     z, q, at = round_noise(terms), _rate(terms), np.asarray(epsilons, dtype=np.float64)
     if side == "remove":
         found: Array = q * gaussian_deltas(z, np.log1p(np.expm1(at) / q)) * (1 + _ROUNDING)
@@ -143,11 +137,9 @@ def _too_little_noise(terms: Terms) -> bool:
 
 
 def _of_known_joins(terms: Terms, epsilon: float) -> float:
-    """Return a bound on δ that holds even if it is public which rounds a user joins.
-
-    Given these, the run is one Gaussian release, and δ of a mixture is at most the mean. With so
-    little noise hardly anything is lost: what a user sent shows whether it joined.
-    """
+    """Return a bound on δ that holds even if it is public which rounds a user joins."""
+    # Given these, the run is one Gaussian release, and δ of a mixture is at most the mean. With so
+    # little noise hardly anything is lost.
     rounds, q = terms.rounds, _rate(terms)
     least, most = max(1, int(binom.ppf(_TAIL, rounds, q))), int(binom.isf(_TAIL, rounds, q))
     joins = np.arange(least, max(least, most) + 1)

@@ -74,10 +74,8 @@ class SufficientStatistics:
         return a, math.sqrt(1 - a * a)
 
     def statistics(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return each user's (a φφᵀ/B², b φA/(BR)), ``[users, d(d+1)/2 + d]``, of norm at most 1.
-
-        ‖φφᵀ‖_F = ‖φ‖² ≤ B² and ‖φA‖ ≤ BR.
-        """
+        """Return each user's (a φφᵀ/B², b φA/(BR)), ``[users, d(d+1)/2 + d]``, of norm ≤ 1."""
+        # ‖φφᵀ‖_F = ‖φ‖² ≤ B² and ‖φA‖ ≤ BR.
         bound, (a, b) = self.feature_bound, self.shares
         features, targets = bounded_rows(features, targets, bound, self.target_bound)
         features = features / bound
