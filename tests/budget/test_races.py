@@ -20,11 +20,11 @@ def overlapping(index: int) -> tuple[str, range]:
 
 
 @pytest.mark.slow
-def test_twenty_processes_at_once_never_overspend(place: str) -> None:
+def test_many_processes_at_once_never_overspend(place: str) -> None:
     make(place, 7, "clinic", "ward")
-    names = [f"run {n}" for n in range(20)]
+    names = [f"run {n}" for n in range(12)]
     found = races.race(place, names, overlapping, kills=0, seed=0)
-    assert (len(found.reserved), len(found.refused)) == (7, 13), found
+    assert (len(found.reserved), len(found.refused)) == (7, 5), found
     assert max(races.runs_of_each_user(place)) == 7
     again = races.race(place, names, overlapping, kills=0, seed=0)
     assert sorted(again.reserved) == sorted(found.reserved)  # each finds its own, and pays once
@@ -37,7 +37,7 @@ def test_processes_that_are_killed_leave_whole_reservations_or_none(place: str) 
     names = [f"run {n}" for n in range(12)]  # of which seven live
     killed = 0
     # A machine at rest is done with all twelve in a quarter of a second, a busy one in seconds.
-    for seed, within in enumerate((0.1, 0.4, 1.2)):
+    for seed, within in enumerate((0.1, 0.6)):
         found = races.race(place, names, overlapping, kills=5, seed=seed, within=within)
         killed += len(found.killed)
         held = {row["run"]: row for row in book.read()["reservations"]}  # checks the tables

@@ -86,7 +86,6 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adapter": [
         {"policy__adapter": ADAPTER},
         {"policy__adapter": FEW},
-        {"policy__adapter": {"type": "peft", "peft": {"peft_type": "VERA", "r": 4}}},
         {"policy__adapter": {"type": "full"}},
     ],
     "optimizer": [{"optimizer__name": n} for n in ("sgd", "adam-corrected")],

@@ -95,15 +95,6 @@ def read_with(first: dict[str, Any], source: str, folder: Path) -> str:
     return repr((found.prompts, {k: v for k, v in found.columns.items() if k != "own"}))
 
 
-def test_a_key_that_another_row_has_is_not_shown_to_the_chat_template() -> None:
-    """Templates such as Llama's ask for the key alone, and would refuse everybody else's prompt."""
-    talk = [{"role": "user", "content": "why?"}]
-    rows = [{"prompt": talk}, {"prompt": [{"role": "user", "content": "b", "tool_calls": [CALLS]}]}]
-    (read,) = Users(rows_from(rows, "prompt"), Data(path="here")).select(np.array([0])).prompts
-    assert read == talk
-    assert list(read[0]) == ["role", "content"]
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -413,17 +404,6 @@ def test_an_error_of_ones_own_generator_is_called_so_and_not_quoted() -> None:
         assert caught.value.__suppress_context__
 
 
-@pytest.mark.parametrize("contents", [["hi", [{"type": "text", "text": "ho"}]], ["hi", "ho"]])
-def test_messages_of_a_json_file_are_conversations(contents: list[Any], tmp_path: Path) -> None:
-    """Contents of two kinds have a type of their own, JSON."""
-    file = tmp_path / "a.jsonl"
-    talks = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
-    file.write_text("".join(json.dumps(row) + "\n" for row in talks))
-    made = Users(load_rows(Data(path=str(file))), Data(path=str(file)))
-    assert made.conversations
-    assert prompts_of(made) == [[row["prompt"]] for row in talks]
-
-
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [
@@ -513,13 +493,6 @@ def test_a_user_is_known_again_however_a_file_spells_the_name(one, another):
     assert np.isin(traced[0], known[0]).all()  # one hash of one spelling
     other = users({"prompt": ["a", "b"], "user": ["Bea", "170"]})
     assert not np.isin(known[0], open_private(other.identities())).any()
-
-
-def test_each_row_brings_its_own_arguments_for_the_chat_template() -> None:
-    own = [{"mood": "glad"}, {"mood": "calm"}]
-    made = users({"prompt": ["a", "b"], "chat_template_kwargs": own})
-    found = made.select(np.arange(2)).for_template
-    assert [row["chat_template_kwargs"] for row in found] == own
 
 
 def test_rows_without_a_prompt_are_nobody_in_particular() -> None:

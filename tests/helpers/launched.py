@@ -42,7 +42,7 @@ from helpers.rounds import value_of
 from helpers.runs import ADAPTER
 
 PROMPTS = [f"user {i} says {'more ' * (i % 4)}" for i in range(9)]
-ROUNDS = 4
+ROUNDS = 3
 EVALUATED = 8
 
 
@@ -147,7 +147,7 @@ def train_in_another_order(folder: Path, run: str) -> None:
     train(folder, run, changes={"prompts": PROMPTS[::order]})
 
 
-def judge(folder: Path, run: str) -> None:
+def judge(folder: Path, run: str, rounds: int = ROUNDS) -> None:
     """Fit a reward model to pairs, in float32."""
     stage = RewardRecipe.model_validate(
         {
@@ -156,7 +156,7 @@ def judge(folder: Path, run: str) -> None:
             "optimizer": {"name": "sgd", "learning_rate": 0.5},
             "update": {"clip_norm": 0.01, "batch_size": 4},
             "privacy": {"epsilon": 8.0, "delta": 1e-2},
-            "rounds": ROUNDS,
+            "rounds": rounds,
         }
     )
     pairs = [{"prompt": text, "chosen": text[-3:], "rejected": text[:2]} for text in PROMPTS]
@@ -242,7 +242,7 @@ def main(folder: Path) -> None:
     os.environ["DPRLHF_BOOK"] = str(folder / "book.db")
     Book.create(os.environ["DPRLHF_BOOK"], "all", epsilon=9.0, delta=1e-2, unit=None)
     for name in ("counted-2", "refused-2"):
-        launch(2, folder, name, lambda n=name: judge(folder, n))
+        launch(2, folder, name, lambda n=name: judge(folder, n, rounds=1))
     del os.environ["DPRLHF_BOOK"]
     launch(2, folder, "shuffled-2", lambda: train_in_another_order(folder, "shuffled-2"))
     # What `accelerate launch` sets for FSDP; the second is its default.
@@ -253,7 +253,7 @@ def main(folder: Path) -> None:
     for name in sharded:
         del os.environ[name]
     for name, processes, rank, owner, function in (
-        ("worker-killed", 3, "2", reinforcement, "score_private"),  # before the sum of round 2
+        ("worker-killed", 2, "1", reinforcement, "score_private"),  # before the sum of round 2
         ("main-killed", 2, "0", gate, "rounded_gaussian"),  # charged, and its noise not yet drawn
     ):
         launch(

@@ -357,10 +357,6 @@ def test_the_chain_by_hand(path: Path) -> None:
         previous = entry.hash
 
 
-def test_the_module_imports_nothing_that_tells_the_time() -> None:
-    assert not {"time", "datetime", "socket", "platform", "uuid"} & set(vars(module))
-
-
 def test_an_empty_ledger_tells_nothing_of_what_was_spent(tmp_path: Path) -> None:
     recipe = "policy: {model_name_or_path: a}\ndata: {path: a}\nrewards: [{function: a}]\n"
     (tmp_path / "recipe.yaml").write_text(recipe + "privacy: {epsilon: 4}\nrounds: 2\n")

@@ -236,25 +236,6 @@ def test_at_full_size_it_is_normal_to_the_tails(full: NDArray[np.float64]) -> No
     assert not is_standard_normal(np.clip(full / sigma, -3.5, 3.5))
 
 
-def test_at_full_size_every_digit_counts(full: NDArray[np.float64]) -> None:
-    """The last bits are uniform, and are not those of a coarser grid or of few values."""
-    assert (full == np.rint(full)).all()
-    assert len(np.unique(full)) > 0.999 * len(full)
-    for low in (full.astype(np.int64) % 256, full.astype(np.int64) // 256 % 256):
-        assert stats.chisquare(np.bincount(low, minlength=256)).pvalue > 1e-4
-    coarse = (full.astype(np.int64) // 4 * 4) % 256
-    assert stats.chisquare(np.bincount(coarse, minlength=256)).pvalue < 1e-10  # the control
-
-
-def test_size_and_sign_are_independent(full: NDArray[np.float64]) -> None:
-    sizes = np.abs(full)
-    halves = sizes[full > 0], sizes[full < 0]
-    assert stats.ks_2samp(*halves).pvalue > 1e-4
-    assert abs((full > 0).mean() - 0.5) < 4 / math.sqrt(len(full)) / 2
-    odd = full.astype(np.int64) % 2 == 1
-    assert abs(np.corrcoef(odd, full > 0)[0, 1]) < 4.5 / math.sqrt(len(full))
-
-
 def test_blocks_and_neighbours_are_independent(full: NDArray[np.float64]) -> None:
     n = len(full)
     for lag in (1, 2, module._BLOCK - 1, module._BLOCK, module._BLOCK + 1, n // 2):
@@ -276,10 +257,6 @@ def test_the_number_of_threads_does_not_change_what_is_drawn() -> None:
     assert drawn[0].shape == (count,)
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(drawn[0], drawn[2])
-
-
-def test_no_draws() -> None:
-    assert rounded_gaussian(KEY, "none", std=FULL, count=0).shape == (0,)
 
 
 def test_another_key_context_or_number_draws_otherwise() -> None:

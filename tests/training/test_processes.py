@@ -141,7 +141,7 @@ def test_the_subspace_of_two_processes_is_that_of_one(folder: Path) -> None:
 def test_every_process_tells_its_callbacks_the_same(folder: Path) -> None:
     """Or one that stops on an evaluation would leave the others waiting for its process."""
     main, other = seen(folder, "guided-2")
-    assert ["public_reward" in metrics for metrics in main.told] == [False, True, False, False]
+    assert ["public_reward" in metrics for metrics in main.told] == [False, True, False]
     assert other.told == main.told
 
 
@@ -163,7 +163,7 @@ def test_users_are_shared_out_unevenly_and_one_process_writes_the_ledger(folder,
     everybody = seen(folder, run)
     sizes = np.array([process.shares for process in everybody])
     assert sizes.sum(0).tolist() == seen(folder, "run-1")[0].shares
-    assert (sizes == 0).any()  # a process without users in some round
+    assert (sizes == 0).any() == (run == "run-3")  # a process without users in some round
     assert (sizes.min(0) < sizes.max(0)).any()
     assert [process.ledgers for process in everybody] == [1] + [0] * (len(everybody) - 1)
     ledgers = [(folder / name / "ledger.jsonl").read_bytes() for name in (run, "run-1")]
@@ -226,7 +226,7 @@ def test_every_user_is_on_one_process() -> None:
 
 @pytest.mark.parametrize(
     ("run", "killed", "committed"),
-    [("worker-killed", 2, [1, 2, 3, 4]), ("main-killed", 0, [1, 3, 4])],
+    [("worker-killed", 1, [1, 2, 3]), ("main-killed", 0, [1, 3])],
 )
 def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
     folder: Path, run: str, killed: int, committed: list[int]
@@ -242,7 +242,7 @@ def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
         assert "Traceback" not in shown
     assert codes(folder, f"{run}-resumed") == [0]
     # The main process died after it had charged round 2: spent, and never drawn again.
-    assert charges(folder / run) == [1, 2, 3, 4]
+    assert charges(folder / run) == [1, 2, 3]
     assert charges(folder / run, "commit") == committed
     if run == "worker-killed":  # nothing was charged for round 2: the run is the unbroken one
         found = load_file(folder / run / "checkpoint/policy.safetensors")
