@@ -48,6 +48,9 @@ REMOVED = {
     "rollout_func": "responses are sampled by the code that epsilon relies on: give tools, or an"
     " environment",
     "rewards.plugin": "write function: package.module:attribute",
+    "rewards.per_user": "write dprlhf_per_user = True on the function",
+    "rewards.by_turn": "write dprlhf_by_turn = True on the function",
+    "evaluation.judges": "score the texts in samples.json, before and after, by what you like",
     "rewards.batch_size": "a classifier scores 32 texts at once",
     "revision": "write it behind the hub id: org/name@revision",
     "min_new_tokens": "a response may end at any token",

@@ -124,7 +124,7 @@ def test_the_check_sees_a_score_that_moves_between_turns() -> None:
         check_reward(reward, list("abcd"), CONVERSATIONS)
     calm = LoadedReward(lambda completions: [[1.0, 0.5]] * len(completions), "calm", by_turn=True)
     assert check_reward(calm, list("abcd"), CONVERSATIONS).scores == (1.5,) * 4
-    with pytest.raises(DprlhfError, match="declare it by turn"):
+    with pytest.raises(DprlhfError, match="to score each turn of an agent"):
         check_reward(LoadedReward(calm.function, "calm"), list("abcd"), CONVERSATIONS)
     three = LoadedReward(lambda completions: [[1.0] * 3] * len(completions), "3", by_turn=True)
     with pytest.raises(DprlhfError, match="nor a list of them for its 2 turns"):
@@ -132,13 +132,11 @@ def test_the_check_sees_a_score_that_moves_between_turns() -> None:
 
 
 def test_rewards_of_environments() -> None:
-    names = [(one.name.rpartition(":")[2], one.by_turn) for one in environment_rewards(Judged)]
-    assert names == [("environment_reward", False), ("environment_turn_rewards", True)]
-    assert [one.by_turn for one in environment_rewards(agents.TWO)] == [False]
-    spec = recipe.Reward(function=f"{__file__}:by_length")
-    with pytest.raises(DprlhfError, match="write by_turn: true beside it"):
-        load_rewards([spec], None)
-    [loaded] = load_rewards([recipe.Reward(function=spec.function, by_turn=True)], None)
+    loaded = load_rewards(environment_rewards(Judged), None)
+    names = [(one.name.rpartition(":")[2], one.by_turn, one.per_user) for one in loaded]
+    assert names == [("environment_reward", False, True), ("environment_turn_rewards", True, False)]
+    assert len(environment_rewards(agents.TWO)) == 1
+    [loaded] = load_rewards([recipe.Reward(function=f"{__file__}:by_length")], None)
     assert loaded.by_turn
 
 
@@ -162,7 +160,7 @@ def test_a_run_with_an_environment_that_scores_its_turns(model: str, tmp_path: P
     result = dprlhf.train(**given)
     assert parameters(result).any()
     held = load_recipe(result.folder.recipe)
-    assert [one.by_turn for one in held.rewards] == [False, True]
+    assert len(held.rewards) == 2
     assert json.loads(result.folder.privacy.read_text())["epsilon"] <= 8
     again = {"prompts": given["prompts"], "environment_factory": Judged, "quiet": True}
     assert (parameters(dprlhf.resume(result.folder.path, **again)) == parameters(result)).all()
@@ -171,10 +169,10 @@ def test_a_run_with_an_environment_that_scores_its_turns(model: str, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({}, "by_turn is for the turns of an agent"),
+        ({}, "scores the turns of an agent"),
         (
             {"tools": [agents.add], "update__name": "npg"},
-            "by_turn works with update.name pg, grpo or ppo",
+            "which works with update.name pg, grpo or ppo",
         ),
         ({"tools": [agents.add], "update__name": "rebel"}, "rebel compares whole responses"),
     ],

@@ -30,6 +30,9 @@ def correct(completions, answer):
     return [float(str(a) in c) for c, a in zip(completions, answer)]
 def ranked(completions):
     return [len(c) - sum(map(len, completions)) / len(completions) for c in completions]
+def declared(completions):
+    return ranked(completions)
+declared.dprlhf_per_user = True
 """
 
 
@@ -310,7 +313,7 @@ class TestDryRun:
     def test_a_reward_that_compares_a_users_responses_is_given_several(self, recipe_file):
         """Centred on each user, it would be 0 on one response of a prompt."""
         changes = [
-            *self.QUICK, "rewards.0.function=my_rewards.py:ranked", "rewards.0.per_user=true",
+            *self.QUICK, "rewards.0.function=my_rewards.py:declared",
             "rollout.responses=4", "rollout.max_new_tokens=8",
         ]  # fmt: skip
         plan = dry_run(load_recipe(recipe_file, changes))
@@ -330,7 +333,7 @@ class TestRewardCheck:
         done = call("reward-check", "my_rewards.py:ranked", "--prompts", "public.csv")
         assert isinstance(done.exception, DprlhfError)
         assert "fails the check 'alone'" in str(done.exception)
-        report, _ = reward_check("my_rewards.py:ranked", "public.csv", per_user=True)
+        report, _ = reward_check("my_rewards.py:declared", "public.csv")
         assert report.per_user
 
     def test_rows_are_read_as_a_run_reads_them(self, here: Path) -> None:

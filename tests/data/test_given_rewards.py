@@ -78,7 +78,6 @@ def test_a_resumed_run_gets_no_further_reward() -> None:
 @pytest.mark.parametrize(
     ("changed", "value"),
     [
-        ("per_user", True), ("by_turn", True),
         ("times_column", "gender"), ("label", "positive"), ("text", "completion"),
         ("weight", 2.0),
     ],

@@ -177,7 +177,7 @@ def test_lines_in_a_log_come_by_the_clock_alone(monkeypatch, capfd):
 def test_a_log_gets_no_line_of_the_users_own_code_between_rounds(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """A tool, a judge or a metric prints of public rows as it is called, in the middle of a run."""
+    """A tool or a metric prints of public rows as it is called, in the middle of a run."""
 
     def printing(owner: type, method: str) -> None:
         inner = getattr(owner, method)

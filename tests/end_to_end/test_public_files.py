@@ -31,7 +31,7 @@ ALWAYS = {
 REINFORCEMENT = {
     "samples.json": "public prompts with responses of the base model and of the released policy",
     "public-samples.jsonl": "a few of these at each evaluation",
-    "evaluation.json": "judges and measures of responses to public prompts",
+    "evaluation.json": "measures of responses to public prompts",
     "timing.json": "seconds of each phase on public prompts",
 }
 SUPERVISED = {

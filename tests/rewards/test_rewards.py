@@ -40,7 +40,7 @@ from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
-from dprlhf.training.reward_setup import check_times_columns
+from dprlhf.training.reward_setup import check_declared
 from helpers import kernels, tiny
 from helpers.marks import slow
 
@@ -108,9 +108,10 @@ def test_a_column_to_multiply_by_that_is_missing_is_named() -> None:
     reward = LoadedReward(length, "length", times_column="wants")
     with pytest.raises(DprlhfError, match=r"needs the column 'wants', which the prompts lack"):
         check_reward(reward, ["p", "q"], ["a", "bb"], {"other": [1, -1]})
+    plain: Any = None  # a recipe without an agent, which no plain reward asks for
     with pytest.raises(DprlhfError, match=r"times_column 'wants', which the private rows lack"):
-        check_times_columns([reward], ["text", "label"])
-    check_times_columns([reward], ["text", "wants"])
+        check_declared([reward], plain, ["text", "label"])
+    check_declared([reward], plain, ["text", "wants"])
 
 
 @pytest.mark.parametrize(
@@ -697,7 +698,6 @@ def test_rewards_that_couple_users_are_refused(reward: Any, check: str, numbers:
     if check == "repeat":
         assert "from call to call" in message
     else:
-        assert "`per_user: true`" in message
         assert "`dprlhf_per_user = True`" in message
 
 
@@ -987,8 +987,7 @@ def test_a_token_without_an_embedding_costs_its_user_alone(monkeypatch: pytest.M
     assert "look" not in str(refusal.value)
 
 
-def assembled(tmp_path, reward, given, *, judges=None):
-    public = {"data": {"path": recipe.IN_MEMORY}, "prompts": 4, "judges": judges}
+def assembled(tmp_path, reward, given):
     made = recipe.make_recipe(
         {
             "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
@@ -996,11 +995,9 @@ def assembled(tmp_path, reward, given, *, judges=None):
             "rewards": [reward] * len(given or [None]),
             "privacy": {"epsilon": 4, "delta": 1e-5},
             "rounds": 2,
-            **({"evaluation": public} if judges else {}),
         }
     )
-    shown = [f"public {i}" for i in range(4)] if judges else None
-    sources = InMemoryInputs([f"user {i}" for i in range(40)], given, shown)
+    sources = InMemoryInputs([f"user {i}" for i in range(40)], given, None)
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 
 
@@ -1028,7 +1025,7 @@ TUNED = {"statement": "tuned", "runs": [{"run": "a-private-run"}]}
 
 
 @pytest.mark.parametrize(
-    "form", ["name", "object", "instance", "instance of an object", "partial", "file", "judge"]
+    "form", ["name", "object", "instance", "instance of an object", "partial", "file"]
 )
 def test_a_reward_model_of_a_private_run_is_known_in_each_form(form: str, tmp_path: Path) -> None:
     """What it cost its users would be in no total."""
@@ -1048,11 +1045,9 @@ def test_a_reward_model_of_a_private_run_is_known_in_each_form(form: str, tmp_pa
         "instance of an object": (by_name, [ClassifierReward(model, tokenizer=byte_tokenizer())]),
         "partial": (by_name, [functools.partial(ClassifierReward(str(folder)))]),
         "file": ({"function": f"{file}:MODEL"}, None),
-        "judge": (by_name, [length]),
     }[form]
-    judges = {"strict": f"{file}:MODEL"} if form == "judge" else None
     with pytest.raises(DprlhfError, match=r"was tuned by a private run on users of its own"):
-        assembled(tmp_path, reward, given, judges=judges)
+        assembled(tmp_path, reward, given)
 
 
 def test_a_reward_with_an_adapter_in_memory_is_refused(tmp_path: Path) -> None:

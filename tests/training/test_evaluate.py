@@ -1,9 +1,8 @@
-"""Evaluation on public prompts: judges, what it measures beside the reward, and what it keeps."""
+"""Evaluation on public prompts: what it measures beside the reward, and what it keeps."""
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +25,6 @@ from helpers import runs, tiny
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
 TEMPERATURE = 0.7
-
-JUDGE = '''
-def length(prompts, completions):
-    """Counts characters, and keeps what it was shown."""
-    with open(__file__ + ".seen", "a") as file:
-        file.writelines(prompt + "\\n" for prompt in prompts)
-    return [float(len(text)) for text in completions]
-def broken(completions):
-    raise ValueError("broken")
-def some(prompts, completions):
-    return [None if len(p) % 2 else 1.0 for p in prompts]
-'''
 
 
 def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
@@ -148,22 +135,12 @@ def test_a_win_rate_by_hand() -> None:
     assert (whole.low, whole.high) == pytest.approx((wilson.low, wilson.high))
 
 
-def with_judges(tmp_path: Path, judges: dict[str, str], **more: Any) -> dict[str, Any]:
-    file = tmp_path / "judge.py"
-    file.write_text(JUDGE)
-    return {
-        "evaluation_prompts": PUBLIC,
-        "evaluation__judges": {n: f"{file}:{f}" for n, f in judges.items()},
-        **more,
-    }
-
-
 @pytest.mark.slow
-def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path) -> None:
+def test_a_run_measures_at_each_evaluation(tmp_path: Path) -> None:
     model = str(tiny.save(tmp_path / "model"))
     result = runs.train(
         model, tmp_path / "run", rounds=4, epsilon=8.0, delta=1e-3, optimizer__learning_rate=0.1,
-        **with_judges(tmp_path, {"gold": "length", "half": "some"}, evaluation__every=2),
+        evaluation_prompts=PUBLIC, evaluation__every=2,
         data__max_prompt_tokens=64,
     )  # fmt: skip
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -171,27 +148,20 @@ def test_a_run_measures_at_each_evaluation_and_judges_see_no_user(tmp_path: Path
     assert lines[1]["public_kl"] != 0.0
     assert 1 <= lines[1]["public_response_tokens"] <= 6
     assert 0 <= lines[1]["public_ended_share"] <= 1
-    assert {"public_gold", "public_gold_win_rate", "public_perplexity"} < lines[1].keys()
+    assert {"public_reward", "public_reward_win_rate", "public_perplexity"} < lines[1].keys()
     kept = (tmp_path / "run/public-samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in kept]
     assert [(s["round"], s["prompt"]) for s in samples] == [(2, prompt) for prompt in PUBLIC[:5]]
-    assert all(s["judges"]["gold"] == len(s["response"]) for s in samples)
     # The result, samples.json and evaluation.json say the same.
     assert result.before is not None
     assert result.after is not None
     assert result.before.measures["kl"].mean == 0.0
     assert result.after.measures["kl"].mean != 0.0
-    written = [s["judges_after"]["gold"] for s in result.samples]
-    assert written == [len(s["after"]) for s in result.samples]
-    assert result.after.judges["gold"].mean == pytest.approx(sum(written) / len(written))
-    assert result.after.judges["half"].prompts == sum(len(p) % 2 == 0 for p in PUBLIC)
     assert result.compared["reward"].difference == result.difference
     file = json.loads((tmp_path / "run/evaluation.json").read_text())
-    assert file["after"]["gold"]["mean"] == result.after.judges["gold"].mean
-    assert file["compared"]["gold"]["win_rate"]["rate"] == result.compared["gold"].win_rate.rate
-    # A judge trains nothing and is shown nothing but public prompts.
-    seen = set((tmp_path / "judge.py.seen").read_text().splitlines())
-    assert seen == set(PUBLIC)
+    assert file["after"]["reward"]["mean"] == result.after.mean
+    rate = file["compared"]["reward"]["win_rate"]["rate"]
+    assert rate == result.compared["reward"].win_rate.rate
 
 
 def estimate(reward: float, kl_per_token: float, perplexity: float) -> PolicyEstimate:

@@ -35,10 +35,13 @@ def environment_turn_rewards(turn_rewards: Sequence[Any], **columns: Any) -> lis
     return list(turn_rewards)
 
 
+environment_turn_rewards.dprlhf_by_turn = True  # type: ignore[attr-defined]
+
+
 def environment_rewards(factory: EnvironmentFactories | None) -> list[Reward]:
     """Return the rewards that the environments of a factory, or of one of several, give."""
     of_all = [Reward(function=ENVIRONMENT_REWARD)] if rewarding(factory) else []
-    by_turn = Reward(function=_BY_TURN, by_turn=True)
+    by_turn = Reward(function=_BY_TURN)
     return [*of_all, by_turn] if rewarding(factory, "get_turn_reward") else of_all
 
 

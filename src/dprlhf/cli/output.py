@@ -37,7 +37,7 @@ def show(result: Any) -> None:
 
 
 def measured(result: Any) -> list[str]:
-    """Return lines with the judges' scores, the win rates and the measures of public responses."""
+    """Return lines with the win rate and the measures of public responses."""
     from dprlhf.recipe.evaluation import measure_label
 
     def pair(name: str, before: Any, after: Any) -> str:
@@ -47,7 +47,7 @@ def measured(result: Any) -> list[str]:
         return f"{name}: before {before.mean:.3f}{errors[0]}, after {after.mean:.3f}{errors[1]}"
 
     before, after = result.before, result.after
-    lines = [pair(f"judge {n}", e, after.judges[n]) for n, e in before.judges.items()]
+    lines = []
     for name, compared in result.compared.items():
         rate = compared.win_rate
         lines.append(

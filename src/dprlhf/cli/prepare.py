@@ -136,9 +136,6 @@ def reward_check(
         str,
         typer.Option(help="Column of completions to score; stand-ins are scored without it."),
     ] = "completion",
-    per_user: Annotated[
-        bool, typer.Option(help="Call the reward with one user's rows at a time.")
-    ] = False,
     reward_range: Annotated[
         float, typer.Option(help="R: scores are clipped to [−R, R] in training.")
     ] = 3.0,
@@ -153,7 +150,6 @@ def reward_check(
         prompts,
         prompt_column=prompt_column,
         completion_column=completion_column,
-        per_user=per_user,
         reward_range=reward_range,
         limit=limit,
     )

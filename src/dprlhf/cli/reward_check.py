@@ -43,7 +43,6 @@ def reward_check(
     *,
     prompt_column: str = "prompt",
     completion_column: str = "completion",
-    per_user: bool = False,
     reward_range: float = 3.0,
     limit: int = 64,
 ) -> tuple[ContractReport, bool]:
@@ -54,9 +53,8 @@ def reward_check(
         prompts: File or data set of prompts, as in a recipe; its other columns reach the reward.
         prompt_column: Column of the prompts, texts or lists of chat messages.
         completion_column: Column of the completions to score; if it is missing, stand-ins are
-            scored.
-        per_user: Call the reward with one user's rows at a time, as ``per_user`` in a recipe. All
-            rows with the same prompt count as one user.
+            scored. All rows with the same prompt count as one user.
+
         reward_range: R > 0, for the share of scores outside [−R, R].
 
     Returns:
@@ -88,7 +86,7 @@ def reward_check(
             f"{prompts}: the column {completion_column!r} has no completion in"
             f" {listed(faults, 'row')}: fill or drop them"
         )
-    reward = load_reward(recipe.Reward(function=function, per_user=per_user))
+    reward = load_reward(recipe.Reward(function=function))
     return check_reward(reward, texts, completions, columns, bound=reward_range), stand_in
 
 

@@ -12,7 +12,12 @@ from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Reward
 
 BY_TURN = "dprlhf_by_turn"
-"""The attribute by which a callable declares that it answers a score for each turn."""
+"""The attribute by which a callable declares that it answers a list of scores for each trajectory
+of an agent, one for each turn. A turn's tokens get the sum of the scores from that turn on."""
+
+PER_USER = "dprlhf_per_user"
+"""The attribute by which a callable declares that it compares a user's rows: it is called for one
+user at a time."""
 
 
 @dataclass(frozen=True, repr=False)

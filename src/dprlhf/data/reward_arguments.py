@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from dprlhf.data.given_rewards import BY_TURN, GivenReward, declares, is_model
+from dprlhf.data.given_rewards import GivenReward, is_model
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Reward
 
@@ -97,12 +97,10 @@ def _given(one: Any, weight: Any, tokenizer: Any) -> GivenReward:
     if isinstance(one, type):
         raise DprlhfError(f"reward: {one.__name__} is a class: give an instance of it")
     if hasattr(one, "times_column"):  # a LoadedReward, whose room is above this one
-        names = ["weight", "per_user", "by_turn", "times_column"]
-        kept = {name: getattr(one, name) for name in names}
+        kept = {"weight": one.weight, "times_column": one.times_column}
         return GivenReward(Reward(function=IN_MEMORY, **{**kept, **changes}), one)
     if not callable(one):
         raise DprlhfError(f"reward: a {type(one).__name__} is no reward: {_FORMS}")
-    changes["by_turn"] = declares(one, BY_TURN)
     return GivenReward(Reward(function=IN_MEMORY, **changes), one)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from dprlhf.recipe.base import PositiveInt, Settings
 from dprlhf.recipe.data import PublicData
@@ -35,12 +34,8 @@ def measure_label(name: str) -> str:
     return _LABELS.get(name, name.replace("_", " "))
 
 
-_TAKEN = frozenset({*MEASURES, "reward", "loss", "accuracy"})
-_ENDINGS = ("_standard_error", "_win_rate", "_win_rate_low", "_win_rate_high")
-
-
-class LossEvaluation(Settings):
-    """Evaluation of a supervised stage on public rows, which costs no privacy.
+class Evaluation(Settings):
+    """Evaluation on public rows, of a stage's loss or of a policy's responses; it costs no privacy.
 
     Attributes:
         data: The public rows.
@@ -55,26 +50,3 @@ class LossEvaluation(Settings):
     prompts: Annotated[int, Field(ge=2)] = 256
     every: PositiveInt | None = None
     declared_public: bool = False
-
-
-class Evaluation(LossEvaluation):
-    """Evaluation of a policy's responses to public prompts, which costs no privacy.
-
-    Attributes:
-        judges: Judges by name, each a function as ``rewards`` take it
-            (``package.module:function`` or ``file.py:function``). A judge scores the responses to
-            public prompts and trains nothing: it sees no private row, and its scores are not
-            clipped. Judges may be changed when a run is continued.
-    """
-
-    judges: dict[str, str] = {}
-
-    @field_validator("judges")
-    @classmethod
-    def _names(cls, judges: dict[str, str]) -> dict[str, str]:
-        for name in judges:
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r}: a judge's name has letters, digits and _ only")
-            if name in _TAKEN or name.endswith(_ENDINGS):
-                raise ValueError(f"{name!r} is the name of a built-in measure: take another")
-        return judges

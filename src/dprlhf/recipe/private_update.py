@@ -62,7 +62,7 @@ class PrivateUpdate(Settings):
     """
 
     turn_rewards: ClassVar[bool] = False
-    """Whether the update takes a reward for each turn, as ``rewards.N.by_turn`` gives."""
+    """Whether the update takes a reward for each turn of an agent."""
 
     leaves_rows_out: ClassVar[bool] = False
     """Whether the update gives weight 0 to single responses (``rollout.mask_truncated``)."""

@@ -25,9 +25,7 @@ class Reward(Settings):
         times_column: Column of the dataset with a factor for each score, such as 1 for a user who
             wants more of it and −1 for one who wants less; null for none. A row without a number
             in it gets no score.
-        per_user: Call the reward for one user's rows at a time; for rewards that compare rows.
-        by_turn: The reward returns a list for each trajectory of an agent, with a score for each
-            turn of the policy. A turn's tokens get the sum of the scores from that turn on.
+
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
@@ -37,8 +35,7 @@ class Reward(Settings):
     classifier: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     times_column: str | None = None
-    per_user: bool = False
-    by_turn: bool = False
+
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings, changed
 from dprlhf.recipe.data import Data, Documents, LoggedFeedback, PreferencePairs, Preferences
-from dprlhf.recipe.evaluation import LossEvaluation
+from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
 from dprlhf.recipe.promise import check_promise
@@ -85,7 +85,7 @@ class StageRecipe(Settings):
     optimizer: Optimizer = Optimizer()
     privacy: Privacy
     rounds: PositiveInt
-    evaluation: LossEvaluation | None = None
+    evaluation: Evaluation | None = None
     tracking: Tracking = Tracking()
     previous: list[Previous] = []
     seed: int = 0

@@ -39,8 +39,8 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
     if recipe.rollout.mask_truncated and not update.leaves_rows_out:
         raise ValueError(
             "rollout.mask_truncated works with update.name"
-            f" {_names(lambda kind: kind.leaves_rows_out)}; {update.name} takes a user's responses"
-            " together: leave it out"
+            f" {updates_that(lambda kind: kind.leaves_rows_out)}; {update.name} takes a user's"
+            " responses together: leave it out"
         )
     if recipe.rollout.truncates and update.moves_within_round:
         key = recipe.rollout.truncates[0]
@@ -53,22 +53,10 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             " which the policy keeps other tokens than those it sampled from:"
             f" {instead.get(update.name, 'take pg, grpo or npg')}, or leave {key} out"
         )
-    if any(reward.by_turn for reward in recipe.rewards):
-        if recipe.rollout.agent is None:
-            raise ValueError(
-                "rewards: by_turn is for the turns of an agent (rollout.agent), and a response"
-                " without one is a single turn: leave it out"
-            )
-        if not update.turn_rewards:
-            raise ValueError(
-                f"rewards: by_turn works with update.name {_names(lambda kind: kind.turn_rewards)};"
-                f" {update.name} compares whole responses: leave it out, and answer one score for"
-                " each"
-            )
     update.check(recipe)
 
 
-def _names(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
+def updates_that(fits: Callable[[type[PrivateUpdate]], bool]) -> str:
     """Return the names of the updates that have some property: ``pg, grpo or ppo``."""
     *first, last = [name for name, kind in UPDATE_SETTINGS.items() if fits(kind)]
     return f"{', '.join(first)} or {last}" if first else last

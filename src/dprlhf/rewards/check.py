@@ -274,8 +274,8 @@ def _largest_move(
         if not _close(score, expected[i], rtol, atol):
             remedy = (
                 "one user's score would depend on other users: score each completion by itself, or,"
-                " if it compares one user's completions only, declare it per-user (`per_user: true`"
-                " in the recipe or `dprlhf_per_user = True` on the callable)"
+                " if it compares one user's completions only, declare it per-user"
+                " (`dprlhf_per_user = True` on the callable)"
             )
             if check == "repeat" or reward.per_user:
                 remedy = (

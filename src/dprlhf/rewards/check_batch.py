@@ -127,8 +127,5 @@ def _by_turn(reward: LoadedReward, answer: object, turns: int) -> str:
     if reward.by_turn:
         return f", nor a list of them for its {turns} turns"
     if isinstance(answer, list | tuple):
-        return (
-            "; to score each turn of an agent, declare it by turn (`by_turn: true` in the recipe or"
-            f" `{BY_TURN} = True` on the callable)"
-        )
+        return f"; to score each turn of an agent, write `{BY_TURN} = True` on the callable"
     return ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dprlhf import recipe
 from dprlhf.data.given_rewards import (
     BY_TURN,
+    PER_USER,
     GivenReward,
     declares,
     is_model,
@@ -17,7 +18,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.rewards.reward import (
     LoadedReward,
     RewardFunction,
-    declared_per_user,
     name_of,
 )
 
@@ -32,14 +32,7 @@ def load_rewards(
     device: str | torch.device = "cpu",
 ) -> list[LoadedReward]:
     """Load the rewards of a recipe, of which the program may pass some or all as objects."""
-    loaded = [_load(one, device) for one in rewards_of(specs, given)]
-    for reward in loaded:
-        if reward.by_turn and not any(spec.by_turn for spec in specs):
-            raise DprlhfError(
-                f"reward {reward.name!r} answers a score for each turn: write by_turn: true beside"
-                " it in the recipe"
-            )
-    return loaded
+    return [_load(one, device) for one in rewards_of(specs, given)]
 
 
 def load_reward(
@@ -78,10 +71,10 @@ def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
         return _load_named(spec, device, one.tokenizer)
     if is_model(function):
         function = _classifier(spec, function, device, one.tokenizer)
-    name = name_of(function)
     if isinstance(function, LoadedReward):
-        name, function = function.name, function.function
-    return _loaded(function, name, spec)
+        changes = {"weight": spec.weight, "times_column": spec.times_column}
+        return LoadedReward(**{**vars(function), **changes})
+    return _loaded(function, name_of(function), spec)
 
 
 def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedReward:
@@ -89,8 +82,8 @@ def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedR
         function,
         name,
         spec.weight,
-        per_user=spec.per_user or declared_per_user(function),
-        by_turn=spec.by_turn or declares(function, BY_TURN),
+        per_user=declares(function, PER_USER),
+        by_turn=declares(function, BY_TURN),
         times_column=spec.times_column,
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from dprlhf.data.given_rewards import BY_TURN, declares, is_model
+from dprlhf.data.given_rewards import BY_TURN, PER_USER, declares, is_model
 from dprlhf.errors import EXITS, nearest, one_line
 from dprlhf.rewards.event_loop import wait_for
 
@@ -128,7 +128,7 @@ def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
     """Wrap a callable with weight 1 under its own name; a loaded reward stays as it is."""
     if isinstance(reward, LoadedReward):
         return reward
-    per_user, by_turn = declared_per_user(reward), declares(reward, BY_TURN)
+    per_user, by_turn = declares(reward, PER_USER), declares(reward, BY_TURN)
     return LoadedReward(reward, name_of(reward), per_user=per_user, by_turn=by_turn)
 
 
@@ -391,11 +391,6 @@ def name_of(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def declared_per_user(function: object) -> bool:
-    """Return whether a callable, also inside ``functools.partial``, sets ``dprlhf_per_user``."""
-    return declares(function, "dprlhf_per_user")
 
 
 def is_async(function: object) -> bool:

@@ -181,12 +181,12 @@ def check_same_users(users: Users, gathered: Callable[[str], Sequence[str]]) -> 
 def recipe_digest(recipe: AnyRecipe) -> str:
     """Return a digest of the settings that must stay the same when a run is continued.
 
-    What the evaluation measures and declares may change later.
+    What the evaluation declares may change later.
     """
     free: Any = {
         "output_dir": True,
         "tracking": True,
-        "evaluation": {"declared_public", "judges"},
+        "evaluation": {"declared_public"},
         "privacy": {"book", "dataset"},
     }
     fixed = recipe.model_dump(mode="json", exclude=free)

@@ -51,8 +51,8 @@ class PublishedRun:
         public_losses: Names of a supervised stage's metrics on public rows; empty for private
             updates.
         evaluation: Public measures before and after: a supervised stage's loss (and accuracy), or
-            the reward, the judges' scores and the measures of the responses.
-        win_rates: Win rate against the base model with its 95% interval, by reward and judge.
+            the reward and the measures of the responses.
+        win_rates: Win rate against the base model with its 95% interval, by reward.
         value: Value of each policy by the logs, with both ends of its 95% interval.
         charged: The rounds that the ledger has charged.
         problems: Sentences that say what is missing, damaged or without privacy.

@@ -43,44 +43,29 @@ class Evaluated:
 
     Attributes:
         rewards: The rewards, ``[prompts]``.
-        judges: Scores of each judge, ``[prompts]``; NaN where it gave none.
     """
 
     rewards: NDArray[np.float64]
     responses: Responses
-    judges: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
     @property
     def estimate(self) -> PolicyEstimate:
-        """Return the mean reward and its standard error, with judges and measures."""
+        """The mean reward and its standard error, with the measures."""
         reward = estimate(self.rewards)
-        judged = {name: estimate(scores) for name, scores in self.judges.items()}
-        return PolicyEstimate(
-            reward.mean, reward.standard_error, reward.prompts, judged, self.measures
-        )
-
-    def judged(self, row: int) -> dict[str, float | None]:
-        """Return each judge's score of one response; None where it gave none."""
-        return {n: None if np.isnan(v[row]) else float(v[row]) for n, v in self.judges.items()}
-
-    @property
-    def scores(self) -> dict[str, NDArray[np.float64]]:
-        """The scores by name: ``reward`` and each judge, ``[prompts]``."""
-        return {"reward": self.rewards, **self.judges}
+        return PolicyEstimate(reward.mean, reward.standard_error, reward.prompts, self.measures)
 
     @property
     def estimates(self) -> dict[str, RewardEstimate]:
-        """All estimates by name: ``reward``, each judge and each measure."""
-        judged = {name: estimate(scores) for name, scores in self.scores.items()}
-        return {**judged, **self.measures}
+        """All estimates by name: ``reward`` and each measure."""
+        return {"reward": estimate(self.rewards), **self.measures}
 
 
 def compared(before: Evaluated | None, after: Evaluated | None) -> dict[str, Comparison]:
-    """Compare the tuned policy with the base model by the reward and by each judge."""
+    """Compare the tuned policy with the base model by the reward."""
     if before is None or after is None:
         return {}
-    return {name: compare(old, after.scores[name]) for name, old in before.scores.items()}
+    return {"reward": compare(before.rewards, after.rewards)}
 
 
 def comparison_metrics(found: Mapping[str, Comparison]) -> dict[str, float]:
@@ -105,7 +90,6 @@ def evaluate(
     max_prompt_tokens: int,
     base: bool = False,
     tick: Any = None,
-    judges: Mapping[str, Scorer] | None = None,
     batch_size: int | None = None,
     processes: Processes | None = None,
     compute_metrics: ComputeMetrics | None = None,
@@ -116,7 +100,7 @@ def evaluate(
         seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
         max_prompt_tokens: Longer prompts are cut on the left.
         base: Evaluate the base model (the adapter switched off) in place of the policy.
-        judges: Judges by name; a response that a judge fails on has no score of it.
+
         batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
         processes: The processes that share the prompts, all of which call this function; None for
             this one alone. Each of them returns the whole.
@@ -153,16 +137,12 @@ def evaluate(
                 )
                 logs = TokenLogs(plain[order], ratio[order])
         measures = measure(policy, responses, logs)
-    judged = {}
-    for name, judge in (judges or {}).items():
-        given = score_responses(judge, responses)
-        judged[name] = np.where(given.valid, given.values, np.nan)
     scored = score_responses(scorer, responses)
     if compute_metrics is not None:
         with kept_process_state():
             told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
-        measures |= _further(told, {"reward", *judged, *measures}, len(responses.texts))
-    return Evaluated(scored.values, responses, judged, measures)
+        measures |= _further(told, {"reward", *measures}, len(responses.texts))
+    return Evaluated(scored.values, responses, measures)
 
 
 ComputeMetrics = Callable[[Sequence[str], NDArray[np.float64], Sequence[Any]], Any]
@@ -224,15 +204,12 @@ SAMPLES = 5
 def first_samples(found: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
     """Yield the first few prompts and responses of an evaluation during the run, with rewards."""
     for row, text in enumerate(found.responses.texts[:SAMPLES]):
-        line: dict[str, Any] = {
+        yield {
             "round": round_,
             "prompt": found.responses.prompts.prompts[row],
             "response": text,
             "reward": float(found.rewards[row]),
         }
-        if found.judges:
-            line["judges"] = found.judged(row)
-        yield line
 
 
 def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
@@ -243,8 +220,6 @@ def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
         for when, one in (("before", before), ("after", after)):
             sample[when] = one.responses.texts[row]
             sample[f"reward_{when}"] = float(one.rewards[row])
-            if one.judges:
-                sample[f"judges_{when}"] = one.judged(row)
         found.append(sample)
     return found
 

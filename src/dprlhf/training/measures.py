@@ -40,11 +40,10 @@ class PolicyEstimate(RewardEstimate):
     """A policy's mean reward over public prompts, and what else was measured on its responses.
 
     Attributes:
-        judges: Mean score of each judge of ``evaluation.judges``.
+
         measures: The built-in measures by name, see :func:`measure`.
     """
 
-    judges: Mapping[str, RewardEstimate] = field(default_factory=dict)
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
 
@@ -115,7 +114,7 @@ class WinRate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tuned policy against the base model, by the reward or by a judge.
+    """The tuned policy against the base model, by the reward.
 
     Attributes:
         difference: Mean of after − before on the same prompts and draws.

@@ -146,7 +146,7 @@ class Progress:
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
-        """Discard what tools, judges and metrics print about public rows, unless on a terminal.
+        """Discard what tools and metrics print about public rows, unless on a terminal.
 
         In a log such a line would show when the round before it ended.
         """

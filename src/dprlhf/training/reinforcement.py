@@ -63,7 +63,7 @@ from dprlhf.training.policy_setup import (
     with_prompt_width,
     with_sampling,
 )
-from dprlhf.training.reward_setup import call_size, check_rewards, check_times_columns
+from dprlhf.training.reward_setup import call_size, check_declared, check_rewards
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
@@ -88,11 +88,11 @@ class Result(Summarised):
     Attributes:
         folder: The run folder.
         plan: The privacy plan, with the guarantee.
-        before: Mean reward of the base model on the public prompts, with what the judges and the
-            built-in measures say of its responses; None without evaluation.
+        before: Mean reward of the base model on the public prompts, with what else was measured on
+            its responses; None without evaluation.
         after: The same of the tuned policy, on the same prompts.
         difference: The mean of after − before on the same prompts and draws.
-        compared: Difference and win rate against the base model, by ``reward`` and by each judge.
+        compared: Difference and win rate against the base model, under ``reward``.
         samples: Public prompts with both continuations and their rewards.
         policy: The tuned policy.
     """
@@ -121,7 +121,7 @@ class Reinforcement:
         agent: Samples the trajectories of a policy with tools; None without them.
         spread: Summary of the distribution of rewards of responses to public prompts.
         scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
-        judges: The judges of the evaluation, by name; they see public responses alone.
+
         telemetry: The coordinates that carry the mean reward in each round's first release.
         keeps: Whether sampling keeps what it computes for the gradients of the same responses.
         timing: Duration of each phase in seconds per response, measured on public prompts.
@@ -130,7 +130,7 @@ class Reinforcement:
     rewards: list[LoadedReward]
     spread: RewardSummary
     scorer: Scorer
-    judges: dict[str, Scorer]
+
     telemetry: TelemetryCoordinates
 
     def __init__(self, recipe: Recipe, sources: InMemoryInputs) -> None:
@@ -231,8 +231,10 @@ class Reinforcement:
         self.rewards = load_rewards(
             self.recipe.rewards, self._sources.rewards, device=processes.device
         )
-        check_times_columns(self.rewards, prepared.users.column_names)
-        self._know_models({f"rewards.{i}": reward for i, reward in enumerate(self.rewards)})
+        check_declared(self.rewards, self.recipe, prepared.users.column_names)
+        # Earlier private runs of reward models must be accounted for.
+        found = {f"rewards.{i}": reward.model for i, reward in enumerate(self.rewards)}
+        self._sources.models |= {key: model for key, model in found.items() if model is not None}
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
@@ -249,11 +251,6 @@ class Reinforcement:
         )
         self.public = evaluated(recipe, public)
         start_adapter(policy, recipe, public, prepared.guides)
-
-    def _know_models(self, rewards: Mapping[str, LoadedReward]) -> None:
-        """Keep reward models in mind, whose earlier private runs must be accounted for."""
-        found = {key: reward.model for key, reward in rewards.items()}
-        self._sources.models |= {key: model for key, model in found.items() if model is not None}
 
     @property
     def shapes(self) -> Shapes:
@@ -305,13 +302,7 @@ class Reinforcement:
             for r in self.rewards
         ]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
-        self.judges = {}
-        if recipe.evaluation is not None and recipe.evaluation.judges:
-            from dprlhf.training.judges import judge_scorers
 
-            self.judges = judge_scorers(recipe, policy, self.public, device=processes.device)
-            judging = self.judges.items()
-            self._know_models({f"evaluation.judges.{n}": judge.rewards[0] for n, judge in judging})
         self.telemetry = TelemetryCoordinates.from_plan(plan, recipe.reward_range)
         if recipe.update.subspace is not None:
             from dprlhf.training.guidance import Guidance
@@ -331,7 +322,6 @@ class Reinforcement:
             self.recipe.rollout,
             seed=self.recipe.seed,
             max_prompt_tokens=self.recipe.data.max_prompt_tokens,
-            judges=self.judges,
             batch_size=self.recipe.update.batch_size,
         )
         write_json(folder.evaluation, figures(tried, tried))
@@ -463,7 +453,6 @@ class Reinforcement:
                 seed=self.recipe.seed,
                 max_prompt_tokens=self.recipe.data.max_prompt_tokens,
                 tick=tick,
-                judges=self.judges,
                 batch_size=self.recipe.update.batch_size,
                 processes=processes,
                 compute_metrics=self._sources.compute_metrics,

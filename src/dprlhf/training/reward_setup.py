@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dprlhf.data.given_rewards import BY_TURN
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
+from dprlhf.recipe.update_checks import updates_that
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
 from dprlhf.rewards.check import NeverAppliesError, lacking_columns
 from dprlhf.rewards.isolation import captured
@@ -22,13 +24,24 @@ _LARGEST_CALL = 256
 """The most rows in a call of a reward, all of which are tried on public prompts first."""
 
 
-def check_times_columns(rewards: Sequence[LoadedReward], columns: Sequence[str]) -> None:
-    """Refuse a reward whose ``times_column`` is not among the private rows' columns."""
+def check_declared(rewards: Sequence[LoadedReward], recipe: Recipe, columns: Sequence[str]) -> None:
+    """Refuse a ``times_column`` that the private rows lack, and scores by turn without turns."""
     for reward in rewards:
         if reward.times_column is not None and reward.times_column not in columns:
             raise DprlhfError(
                 f"rewards: {reward.name!r} has times_column {reward.times_column!r}, which the"
                 f" private rows lack; their columns are {', '.join(columns)}"
+            )
+        if reward.by_turn and recipe.rollout.agent is None:
+            raise DprlhfError(
+                f"rewards: {reward.name!r} scores the turns of an agent (rollout.agent), and a"
+                f" response without one is a single turn: leave {BY_TURN} out"
+            )
+        if reward.by_turn and not recipe.update.turn_rewards:
+            raise DprlhfError(
+                f"rewards: {reward.name!r} scores each turn, which works with update.name"
+                f" {updates_that(lambda kind: kind.turn_rewards)}; {recipe.update.name} compares"
+                " whole responses: answer one score for each"
             )
 
 

@@ -122,4 +122,4 @@ def metrics_of(compute_metrics: Any) -> ComputeMetrics | None:
 def public_values(found: PolicyEstimate) -> dict[str, float]:
     """Return an estimate on public prompts under TRL's names."""
     reward = RewardEstimate(found.mean, found.standard_error, found.prompts)
-    return as_evaluation(as_metrics({"reward": reward, **found.judges, **found.measures}))
+    return as_evaluation(as_metrics({"reward": reward, **found.measures}))
