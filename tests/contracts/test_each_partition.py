@@ -56,7 +56,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_partition_is_refused(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = BAD[bad]
     spec = dataclasses.replace(ALLOCATED, **changes)
-    for module in ("testing.partition", "privacy.accounting", "privacy.partitions"):
+    for module in ("testing.partition", "privacy.partitions.base", "privacy.partitions"):
         monkeypatch.setattr(f"dprlhf.{module}.partition_named", lambda name: spec)
     with pytest.raises(AssertionError, match=message):
         check_partition("random-allocation")

@@ -34,10 +34,7 @@ class OwnRandomness:
     """The global generators of Python, NumPy and PyTorch, in states that are one trajectory's own.
 
     A game that draws from ``random`` would otherwise take its numbers from a stream that all users
-    share, and each user's draws would shift those of the next.
-
-    Args:
-        seed: Seed of the trajectory's generators, from the run's secret key, 63 bits.
+    share, and each user's draws would shift those of the next. The seed is from the run's key.
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,22 +75,15 @@ class OwnRandomness:
 
 @dataclass(repr=False, eq=False)
 class Trajectory:
-    """One response in the making: its turns so far, and what only this trajectory has.
+    """One response in the making: its turns so far, and what only this trajectory has."""
 
-    Attributes:
-        asked: The conversation that the policy answers.
-        tokens: The response so far: what the policy wrote and what tools answered.
-        own: 1 for each of these that the policy wrote, else 0.
-        turn_rewards: The environment's score of each turn, where it gives one.
-    """
-
-    asked: Any
+    asked: Any  # the conversation that the policy answers
     prompt: list[int]
     tools: Mapping[str, Tool]
     environment: Any
     own_randomness: OwnRandomness
     tokens: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)  # 1 for each token that the policy wrote, else 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: list[Any] = field(default_factory=list)
     failed: bool = False
@@ -122,13 +112,11 @@ class SharedEnvironmentError(DprlhfError):
 
 
 class _Returned:
-    """The environments that factories have returned so far.
-
-    One that nobody holds any more cannot come again, so weak references tell all that can, in the
-    memory of those that are alive. What has no weak references (``__slots__``) is held.
-    """
+    """The environments that factories have returned so far."""
 
     def __init__(self) -> None:
+        # One that nobody holds any more cannot come again, so weak references tell all that can.
+        # What has no weak references (__slots__) is held.
         self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._held: dict[int, Any] = {}
 
@@ -211,15 +199,7 @@ class Agent:
             )
 
     def environment(self, name: Any = None) -> Any:
-        """Return a new environment; None without a factory.
-
-        Args:
-            name: The row's environment, where there are several.
-
-        Raises:
-            SharedEnvironmentError: The factory returned one that it had returned before.
-            DprlhfError: There is none of this name.
-        """
+        """Return a new environment, of this name where there are several; None without any."""
         if not self.factories:
             return None
         if not self.several:
@@ -272,15 +252,7 @@ def factories_by_name(factory: EnvironmentFactories | None) -> dict[Any, Environ
 def begin(
     environment: Any, own_randomness: OwnRandomness, prompt: Any, row: Mapping[str, Any]
 ) -> Any:
-    """Reset an environment and return the conversation with its first observation appended.
-
-    Args:
-        prompt: The conversation.
-        row: The columns of the prompt's row; ``reset`` gets those that it has parameters for.
-
-    Raises:
-        DprlhfError: The last message or the observation has a part that is no text.
-    """
+    """Reset an environment and return the conversation with its first observation appended."""
     takes = inspect.signature(environment.reset).parameters.values()
     named = {p.name for p in takes}
     every = any(p.kind is p.VAR_KEYWORD for p in takes)
@@ -318,12 +290,8 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> dict[str, Any]:
     """Call a tool and return its answer as a message ``{"role": "tool", "name", "content"}``.
 
-    An exception is an answer, too: ``{'error': …}`` with its text, as in TRL.
-
-    Args:
-        made: The call, ``{"name", "arguments"}``.
-        private: Whether a tool that exits is answered like one that fails, so that no user's
-            call can end the run.
+    An exception is an answer, too: ``{'error': …}`` with its text, as in TRL; where ``private``
+    also a tool that exits, so that no user's call can end the run.
     """
     name = made["name"]
     try:

@@ -18,6 +18,7 @@ direction in which a policy tells the clusters apart; which way to go is for the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,14 @@ SEED = 20252
 
 def build_community(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     """Write "community": reviewers of whom four in five gave a bad rating and want criticism."""
-    _write(sources, out, critical_community)
+    # Every five rows in a row hold four bad ratings, so that data.limit keeps the mix.
+    _write(sources, out, partial(_by_rating, bad_for_each_good=BAD_RATINGS))
 
 
 def build_balanced_reviews(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     """Write "balanced-reviews": as many reviewers who want praise as reviewers who do not."""
-    _write(sources, out, balanced_reviews)
+    # A policy gains only by what it reads in the prompt: praise for everybody earns nothing.
+    _write(sources, out, partial(_by_rating, bad_for_each_good=1))
 
 
 def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
@@ -56,18 +59,6 @@ def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
     guides = pd.read_parquet(out / "public.parquet").iloc[FIRST_GUIDE:].reset_index(drop=True)
     told = {column: guides["cluster"].map(dict(enumerate(s))) for column, s in STYLES.items()}
     guides.assign(**told).to_parquet(out / "guides.parquet", index=False)
-
-
-def critical_community(reviews: pd.DataFrame) -> pd.DataFrame:
-    """Choose reviews of which 80% have a bad rating, so that their authors want criticism."""
-    # Every five rows in a row hold four bad ratings, so that data.limit keeps the mix.
-    return _by_rating(reviews, bad_for_each_good=BAD_RATINGS)
-
-
-def balanced_reviews(reviews: pd.DataFrame) -> pd.DataFrame:
-    """Choose reviews of which half have a bad rating, bad and good in turn."""
-    # A policy gains only by what it reads in the prompt: praise for everybody earns nothing.
-    return _by_rating(reviews, bad_for_each_good=1)
 
 
 def _by_rating(reviews: pd.DataFrame, bad_for_each_good: int) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,14 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, confidence: float 
     0.673
     """
     check_confidence(confidence)
-    return _largest_refuted(lambda e: chance_of_right(m, r, v, e, delta) >= 1 - confidence)
+    low, high = 0.0, _LARGEST
+    if chance_of_right(m, r, v, low, delta) >= 1 - confidence:
+        return 0.0
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        likely = chance_of_right(m, r, v, middle, delta) >= 1 - confidence
+        low, high = (low, middle) if likely else (middle, high)
+    return low
 
 
 def chance_of_right(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
@@ -60,14 +66,3 @@ def check_confidence(confidence: object) -> None:
         raise DprlhfError(
             f"confidence must be above 0 and below 1, such as 0.95, not {confidence!r}"
         )
-
-
-def _largest_refuted(likely: Callable[[float], bool]) -> float:
-    """Return the largest ε for which ``likely`` is false, or 0; ``likely`` is increasing in ε."""
-    low, high = 0.0, _LARGEST
-    if likely(low):
-        return 0.0
-    while high - low > 1e-5:
-        middle = (low + high) / 2
-        low, high = (low, middle) if likely(middle) else (middle, high)
-    return low

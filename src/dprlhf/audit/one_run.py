@@ -76,10 +76,13 @@ def audit(
     """Audit the ε of a recipe in one run on canaries; see :mod:`dprlhf.audit.one_run`."""
     check_confidence(confidence)
     if canaries is None:
-        canaries = max(_default_canaries(recipe), recipe.rounds)
+        oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
+        few = oracle is not None and oracle.name == "sufficient-statistics"
+        canaries = max(_FEW if few else CANARIES, recipe.rounds)
     _check_options(recipe, canaries, space, Path(folder))
     included = _coins(canaries, seed)
-    probes = _probes(canaries, recipe.rounds) if space == "gradient" else 0
+    # As many probes as make all users fill the rounds.
+    probes = _PROBES + -(canaries + _PROBES) % recipe.rounds if space == "gradient" else 0
     signs = _signs(included, probes, recipe.privacy.adjacency == "replace-one")
     power: dict[str, float | None] = {}
 
@@ -189,11 +192,6 @@ def _coins(canaries: int, seed: int | None) -> Bits:
     return included
 
 
-def _probes(canaries: int, rounds: int) -> int:
-    """Return a number of probes with which all users fill the rounds."""
-    return _PROBES + -(canaries + _PROBES) % rounds
-
-
 def _signs(included: Bits, probes: int, replace: bool) -> Array:
     signs = np.where(included, 1.0, -1.0 if replace else np.nan)
     return np.concatenate([signs, np.ones(probes)])
@@ -214,8 +212,3 @@ def _check_options(recipe: AnyRecipe, canaries: int, space: str, folder: Path) -
         raise DprlhfError(
             f"--space prompt plants rewards, and stage {recipe.stage} has none: use gradient"
         )
-
-
-def _default_canaries(recipe: AnyRecipe) -> int:
-    oracle = recipe.update.least_squares if isinstance(recipe, Recipe) else None
-    return _FEW if oracle is not None and oracle.name == "sufficient-statistics" else CANARIES

@@ -10,7 +10,6 @@ import hmac
 import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -51,14 +50,6 @@ from dprlhf.errors import DprlhfError
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
-
-
-@dataclass(frozen=True)
-class Uncomposed:
-    """Costs to compose before a run can be written down: of its users, and of each run alone."""
-
-    costs: set[Cost]
-    alone: list[Cost]
 
 
 class Book:
@@ -161,16 +152,17 @@ class Book:
                 return found
             # Composed while others may reserve, whom the book would otherwise keep waiting. What
             # they add is asked for in the next turn, so there are no more turns than other runs.
-            passed.update(found.costs)
+            costs, alone = found
+            passed.update(costs)
             for cost in largest(passed):
                 _check_budget(cost, adds=spending.mechanism is not None)
-            for cost in found.alone:
+            for cost in alone:
                 cost.epsilon()  # is kept, for the row that the next turn writes
 
     def _transact(
         self, question: Question, users: Collection[bytes], passed: set[Cost], commit: bool
-    ) -> Reservation | Uncomposed:
-        """Write what the run owes, if all that its users would have spent has passed its check."""
+    ) -> Reservation | tuple[set[Cost], list[Cost]]:
+        """Write what the run owes, or return costs to compose first: its users', each run's."""
         # Read under the lock held until the commit: no two runs take the last of a budget.
         with self.storage.transaction(write=True, commit=commit) as connection:
             INCOMING.create(connection, checkfirst=False)
@@ -194,7 +186,7 @@ class Book:
                 costs = costs_of(state, owed, dataset)
                 if not costs <= passed:
                     due = {s for spendings in owed.values() for s in spendings}
-                    return Uncomposed(costs, [state.cost((), [s], dataset) for s in due])
+                    return costs, [state.cost((), [s], dataset) for s in due]
                 number = write_reservation(connection, state, question, dataset, groups, owed)
                 counter += 1
                 connection.execute(BOOK.update().values(counter=counter))

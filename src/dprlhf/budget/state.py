@@ -93,7 +93,8 @@ def read_state(connection: sa.Connection, key: bytes, label: str) -> State:
     except (ValueError, TypeError, AttributeError):
         raise _damaged(label) from None
     try:
-        mechanisms = {number: _mechanism_of(row) for number, row in reservations.items()}
+        terms = {number: json.loads(row.mechanism) for number, row in reservations.items()}
+        mechanisms = {n: None if own is None else Mechanism(**own) for n, own in terms.items()}
     except (ValueError, TypeError, DprlhfError):
         raise _damaged(label) from None
     users: Counter[int] = Counter()
@@ -265,11 +266,6 @@ def _damaged(label: str) -> BookError:
         f"budget book {label}: damaged (its tables contradict one another); restore it from its"
         " newest backup. Nothing was spent"
     )
-
-
-def _mechanism_of(row: sa.Row[Any]) -> Mechanism | None:
-    terms = json.loads(row.mechanism)
-    return None if terms is None else Mechanism(**terms)
 
 
 def _as_json(mechanism: Mechanism | None) -> str:

@@ -63,8 +63,9 @@ class _HeadLogProbs(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
-        rows, size = len(states), _tokens_at_once(len(states), len(weight))
-        # Parts of one size, also the last: rounding depends on a product's shape.
+        rows, most = len(states), max(1, _LOGITS // len(weight))
+        size = max(1, -(-rows // max(1, -(-rows // most))))
+        # Equal parts, also the last: rounding depends on a product's shape.
         missing = -rows % size
         if missing:
             states, chosen = F.pad(states, (0, 0, 0, missing)), F.pad(chosen, (0, missing))
@@ -95,10 +96,3 @@ class _HeadLogProbs(torch.autograd.Function):
         (slopes,) = ctx.saved_tensors
         of_states = (slopes.to(gradient.dtype) * gradient[:, None]).to(slopes.dtype)
         return of_states, None, None, None, None
-
-
-def _tokens_at_once(rows: int, vocabulary: int) -> int:
-    """Return how many tokens' logits to hold: equal parts of the rows, up to one row."""
-    most = max(1, _LOGITS // vocabulary)
-    parts = max(1, -(-rows // most))
-    return max(1, -(-rows // parts))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import (
@@ -31,9 +31,9 @@ from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
     gaussian_noise_multiplier,
 )
-from dprlhf.privacy.partitions import Partition, partition_named
-from dprlhf.privacy.partitions.base import PartitionSpec, half_noise
-from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency, check_adjacency
+from dprlhf.privacy.partitions import Partition
+from dprlhf.privacy.partitions.base import Mechanism, without_noise
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency
 
 __all__ = [
     "Adjacency",
@@ -47,86 +47,6 @@ __all__ = [
     "gaussian_noise_multiplier",
     "noise_multiplier",
 ]
-
-_MOST = 10**9
-"""Largest number of rounds and the like: beyond it, formulas lose their precision."""
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """What a whole run releases.
-
-    Attributes:
-        noise_multiplier: z, the noise standard deviation of the released sum divided by the clip
-            norm S, under every adjacency (replace-one doubles the sensitivity, not z). Zero is a
-            run without privacy, for which no function here returns a cost.
-        rounds: T.
-        partition: how users are spread over the rounds.
-        adjacency: what a neighbouring dataset is.
-        participations: k, the rounds of T that a user takes part in (poisson: on average).
-        releases_per_round: J noisy sums per round over the same users, each with z.
-        bands: b, the rounds whose noise is correlated (:mod:`dprlhf.privacy.correlated_noise`); 1
-            draws each round's noise by itself.
-        rate: q, with poisson the probability of joining a round where it is below k/T; None: k/T.
-
-    Raises:
-        DprlhfError: a value is out of range, or the partition does not carry the adjacency.
-    """
-
-    noise_multiplier: float
-    rounds: int
-    partition: Partition = "random-allocation"
-    adjacency: Adjacency = DEFAULT_ADJACENCY
-    participations: int = 1
-    releases_per_round: int = 1
-    bands: int = 1
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be accounted for."""
-        if not self.noise_multiplier >= 0:
-            raise _without_noise(self.noise_multiplier)
-        for name in ("rounds", "participations", "releases_per_round", "bands"):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1):
-                raise DprlhfError(f"{name} must be a whole number of at least 1, not {value}")
-            if value > _MOST:
-                raise DprlhfError(f"{name} must be at most {_MOST:,}")
-        if self.partition not in get_args(Partition):
-            names = ", ".join(get_args(Partition))
-            raise DprlhfError(f"partition {self.partition!r} is unknown: use one of {names}")
-        check_adjacency(self.adjacency)
-        if self.participations > self.rounds:
-            raise DprlhfError(
-                f"participations {self.participations} exceeds rounds {self.rounds}: "
-                "a user takes part in a round at most once"
-            )
-        if self.rate is not None and (
-            self.partition != "poisson" or not 0 < self.rate * self.rounds <= self.participations
-        ):
-            raise DprlhfError(
-                f"rate {self.rate} must be above 0 and at most participations / rounds, and is for"
-                " partition poisson"
-            )
-        self.spec.check(self)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The draw and the accountant of the mechanism's partition."""
-        spec = partition_named(self.partition)
-        if self.bands == 1 or spec.disjoint:
-            return spec
-        if spec.correlated is None:
-            raise DprlhfError(
-                f"privacy.bands: partition {self.partition} does not carry correlated noise; use"
-                " random-allocation, fixed or stream, or bands 1"
-            )
-        return spec.correlated
-
-    def with_noise(self, noise_multiplier: float) -> Mechanism:
-        """Return the same mechanism with another noise multiplier."""
-        return Mechanism(**{**vars(self), "noise_multiplier": noise_multiplier})
-
 
 _ROUNDING = 1e-6
 
@@ -255,14 +175,7 @@ def _check_delta(delta: float) -> None:
 
 def _check_noise(mechanism: Mechanism) -> None:
     if mechanism.noise_multiplier == 0:
-        raise _without_noise(mechanism.noise_multiplier)
-
-
-def _without_noise(noise_multiplier: float) -> DprlhfError:
-    return DprlhfError(
-        f"noise_multiplier must be above 0, not {noise_multiplier}: "
-        "without noise there is no epsilon"
-    )
+        raise without_noise(mechanism.noise_multiplier)
 
 
 def _cost(mechanism: Mechanism, delta: float) -> Epsilon:
@@ -280,7 +193,9 @@ def _cost(mechanism: Mechanism, delta: float) -> Epsilon:
 
 def single_noise(mechanism: Mechanism) -> float:
     """Return the noise of one Gaussian that covers the run if batch membership were known."""
-    z = half_noise(mechanism, mechanism.spec.rounds_at_most(mechanism))
+    everywhere = mechanism.spec.independent_rounds  # a user may be in every round
+    taken = mechanism.rounds if everywhere else mechanism.participations
+    z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round * taken)
     return z / 2 if mechanism.adjacency == "replace-one" else z
 
 

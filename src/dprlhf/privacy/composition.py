@@ -140,14 +140,7 @@ def _groups(runs: int, shared: Sequence[Sequence[bool]] | None) -> list[list[int
 def _cliques(
     near: Sequence[set[int]], clique: set[int], more: set[int], done: set[int]
 ) -> Iterator[set[int]]:
-    """Yield the maximal cliques by Bron and Kerbosch's algorithm with a pivot.
-
-    Args:
-        near: The neighbours of each node.
-        clique: A clique, which those that are yielded contain.
-        more: Nodes next to all of it, of which a clique takes some.
-        done: Nodes next to all of it whose cliques have been yielded.
-    """
+    """Yield the maximal cliques by Bron and Kerbosch's algorithm with a pivot."""
     if not more and not done:
         yield clique
         return
@@ -211,13 +204,7 @@ def _epsilon_of(joint: dict[Side, Composed], delta: float, high: float) -> float
 def joint_losses(
     mechanisms: Sequence[Mechanism], pairs: Mapping[Mechanism, Pair], delta: float
 ) -> dict[Side, Composed]:
-    """Return the pessimistic loss distribution of all runs, by side.
-
-    Args:
-        mechanisms: The runs.
-        pairs: What dominates one factor of each.
-        delta: The total δ, of which a small part is spent on losses beyond the grid.
-    """
+    """Return the pessimistic loss distribution of all runs, by side."""
     tail = delta * CUT / sum(map(factors_of, mechanisms))
     counts = Counter(mechanisms)  # equal runs have one curve
     reach = {(m, side): pairs[m].reach(m, tail, side) for m in counts for side in SIDES}

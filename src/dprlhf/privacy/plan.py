@@ -129,11 +129,7 @@ class Plan:
         return self.noise_multiplier * math.sqrt(dimension) / self.expected_batch_size
 
     def warnings(self, dimension: int) -> list[str]:
-        """Return what to say before the first charge: a large ε, a δ above 1/N, noise that leads.
-
-        Args:
-            dimension: Number of coordinates of a release.
-        """
+        """Say before the first charge: a large ε, a δ above 1/N, noise that leads."""
         if not self.private:
             return []
         found = (
@@ -206,7 +202,12 @@ def make_plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise DprlhfError("privacy: give exactly one of epsilon and noise_multiplier")
     baseline = noise_multiplier == 0 or epsilon == math.inf
-    check_sizes(users, rounds)
+    if users < 1:
+        raise DprlhfError("the dataset has no users")
+    if rounds < 1:
+        raise DprlhfError(f"rounds must be at least 1, not {rounds}")
+    if users < rounds:
+        raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
     if not 0 < delta < 1:
         raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
     if not clip_norm > 0 or (math.isinf(clip_norm) and not baseline):
@@ -243,28 +244,11 @@ def make_plan(
     )
 
 
-def check_sizes(users: int, rounds: int) -> None:
-    """Refuse numbers of users and rounds that no run can have.
-
-    Raises:
-        DprlhfError: One of them is too small, or there are fewer users than rounds.
-    """
-    if users < 1:
-        raise DprlhfError("the dataset has no users")
-    if rounds < 1:
-        raise DprlhfError(f"rounds must be at least 1, not {rounds}")
-    if users < rounds:
-        raise DprlhfError(f"{users} users cannot fill {rounds} rounds: lower rounds to {users}")
-
-
 def check_promise(adjacency: Adjacency | None) -> None:
     """Refuse add-remove for a run: a run publishes N, in which such neighbours differ.
 
     N is in the ledger and on the privacy card, and the divisor kN/T follows from it. Whoever knows
     all users but one would tell from N alone whether that one took part.
-
-    Raises:
-        DprlhfError: The adjacency is add-remove.
     """
     if adjacency == "add-remove":
         raise DprlhfError(
@@ -351,9 +335,6 @@ def trade_off(
     Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
     clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d)
     with κ = z√T: what random allocation lowers, and rounds raise.
-
-    Raises:
-        DprlhfError: a value is out of range.
     """
     if not 0 < epsilon < math.inf:
         raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")

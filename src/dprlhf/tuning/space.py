@@ -47,10 +47,6 @@ def _rate(recipe: Recipe, own: Recipe) -> tuple[float, str]:
     return own.optimizer.learning_rate if same else RATES.get(name, 0.1), name
 
 
-def _momenta(recipe: Recipe) -> Sequence[float]:
-    return (0.0, 0.6, 0.9) if recipe.optimizer.name in ("sgd", "normalized-sgd") else ()
-
-
 def _updates(recipe: Recipe) -> Sequence[str]:
     # The clip norms of the other updates bound something else, so that they are not to be compared
     # by one range of clip norms.
@@ -88,7 +84,9 @@ def _config(recipe: Recipe) -> Any:
 SPACE: dict[str, Values | Factor] = {
     "update.name": Values(_updates),
     "optimizer.name": Values(lambda r: ("adam", "normalized-sgd", "sgd")),
-    "optimizer.momentum": Values(_momenta),
+    "optimizer.momentum": Values(
+        lambda r: (0.0, 0.6, 0.9) if r.optimizer.name in ("sgd", "normalized-sgd") else ()
+    ),
     "optimizer.learning_rate": Factor(30, _rate),
     "update.clip_norm": Factor(10),
     "update.subspace.rank": _times("update.subspace.rank", 0.5, 1, 2),

@@ -247,9 +247,6 @@ def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]
 
     Those of users with valid rewards, without the responses that ``rollout.mask_truncated`` leaves
     out. What a user's other rows weigh does not change.
-
-    Args:
-        valid: Mask of the users with valid rewards, ``[users]``.
     """
     left_out = getattr(responses, "left_out", None)  # only a language model's rows have it
     counted: NDArray[np.bool_] = valid[responses.user]

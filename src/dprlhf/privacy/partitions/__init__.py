@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from dprlhf.privacy.partitions.base import PartitionSpec
+from typing import Any, Literal
 
 __all__ = ["Partition", "all_partitions", "partition_named"]
 
@@ -30,13 +27,12 @@ _HOMES: dict[Partition, str] = {
 
 
 @functools.cache
-def partition_named(name: Partition) -> PartitionSpec:
-    """Load a partition; the command line needs the names alone."""
+def partition_named(name: Partition) -> Any:
+    """Load a partition's ``PartitionSpec``; the command line needs the names alone."""
     module, _, constant = _HOMES[name].partition(".")
-    found: PartitionSpec = getattr(importlib.import_module(f"{__name__}.{module}"), constant)
-    return found
+    return getattr(importlib.import_module(f"{__name__}.{module}"), constant)
 
 
-def all_partitions() -> dict[Partition, PartitionSpec]:
+def all_partitions() -> dict[Partition, Any]:
     """Return every partition by its name."""
     return {name: partition_named(name) for name in _HOMES}

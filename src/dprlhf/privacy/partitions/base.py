@@ -1,20 +1,22 @@
-"""What the code knows about one partition: a way to spread the users over the rounds."""
+"""What a run releases, and what is known about a partition of its users over the rounds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from dprlhf.errors import DprlhfError
 from dprlhf.privacy.curves import Composed
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon
+from dprlhf.privacy.partitions import Partition, partition_named
 from dprlhf.privacy.random_allocation import Side
-from dprlhf.privacy.relations import Adjacency
+from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency, check_adjacency
 
 Array = NDArray[np.float64]
 
@@ -28,56 +30,100 @@ Stream = Callable[..., NDArray[np.uint64]]
 context."""
 
 
-class Terms(Protocol):
-    """What a partition reads of a :class:`~dprlhf.privacy.accounting.Mechanism`."""
+_MOST = 10**9
+"""Largest number of rounds and the like: beyond it, formulas lose their precision."""
 
-    def __hash__(self) -> int:
-        """Return a hash: what terms cost is kept."""
+
+@dataclass(frozen=True)
+class Mechanism:
+    """What a whole run releases.
+
+    Attributes:
+        noise_multiplier: z, the noise standard deviation of the released sum divided by the clip
+            norm S, under every adjacency (replace-one doubles the sensitivity, not z). Zero is a
+            run without privacy, for which no function here returns a cost.
+        rounds: T.
+        partition: how users are spread over the rounds.
+        adjacency: what a neighbouring dataset is.
+        participations: k, the rounds of T that a user takes part in (poisson: on average).
+        releases_per_round: J noisy sums per round over the same users, each with z.
+        bands: b, the rounds whose noise is correlated (:mod:`dprlhf.privacy.correlated_noise`); 1
+            draws each round's noise by itself.
+        rate: q, with poisson the probability of joining a round where it is below k/T; None: k/T.
+
+    Raises:
+        DprlhfError: a value is out of range, or the partition does not carry the adjacency.
+    """
+
+    noise_multiplier: float
+    rounds: int
+    partition: Partition = "random-allocation"
+    adjacency: Adjacency = DEFAULT_ADJACENCY
+    participations: int = 1
+    releases_per_round: int = 1
+    bands: int = 1
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be accounted for."""
+        if not self.noise_multiplier >= 0:
+            raise without_noise(self.noise_multiplier)
+        for name in ("rounds", "participations", "releases_per_round", "bands"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1):
+                raise DprlhfError(f"{name} must be a whole number of at least 1, not {value}")
+            if value > _MOST:
+                raise DprlhfError(f"{name} must be at most {_MOST:,}")
+        if self.partition not in get_args(Partition):
+            names = ", ".join(get_args(Partition))
+            raise DprlhfError(f"partition {self.partition!r} is unknown: use one of {names}")
+        check_adjacency(self.adjacency)
+        if self.participations > self.rounds:
+            raise DprlhfError(
+                f"participations {self.participations} exceeds rounds {self.rounds}: "
+                "a user takes part in a round at most once"
+            )
+        if self.rate is not None and (
+            self.partition != "poisson" or not 0 < self.rate * self.rounds <= self.participations
+        ):
+            raise DprlhfError(
+                f"rate {self.rate} must be above 0 and at most participations / rounds, and is for"
+                " partition poisson"
+            )
+        self.spec.check(self)
 
     @property
-    def partition(self) -> str:
-        """Name of the partition."""
+    def spec(self) -> PartitionSpec:
+        """The draw and the accountant of the mechanism's partition."""
+        spec: PartitionSpec = partition_named(self.partition)
+        if self.bands == 1 or spec.disjoint:
+            return spec
+        if spec.correlated is None:
+            raise DprlhfError(
+                f"privacy.bands: partition {self.partition} does not carry correlated noise; use"
+                " random-allocation, fixed or stream, or bands 1"
+            )
+        return spec.correlated
 
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation z of a release's noise, in units of the clip norm."""
+    def with_noise(self, noise_multiplier: float) -> Mechanism:
+        """Return the same mechanism with another noise multiplier."""
+        return Mechanism(**{**vars(self), "noise_multiplier": noise_multiplier})
 
-    @property
-    def rounds(self) -> int:
-        """Number of rounds T."""
 
-    @property
-    def adjacency(self) -> Adjacency:
-        """The neighbouring relation."""
-
-    @property
-    def participations(self) -> int:
-        """Number k of rounds that a user takes part in."""
-
-    @property
-    def releases_per_round(self) -> int:
-        """Number J of noised sums over the users of one round."""
-
-    @property
-    def bands(self) -> int:
-        """Number b of rounds whose noise is correlated; 1 for independent noise."""
-
-    @property
-    def rate(self) -> float | None:
-        """Probability q of joining a round, where it is below k/T."""
+def without_noise(noise_multiplier: float) -> DprlhfError:
+    """Return the refusal of a mechanism without noise, which has no ε."""
+    return DprlhfError(
+        f"noise_multiplier must be above 0, not {noise_multiplier}: "
+        "without noise there is no epsilon"
+    )
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Users in the order of their rounds: memory linear in users × participations.
+    """Users in the order of their rounds: memory linear in users × participations."""
 
-    Attributes:
-        order: user indices sorted by round, ``[users × participations]``.
-        starts: where round t begins in ``order``, ``[rounds + 1]`` (round t is entry t − 1).
-    """
-
-    order: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    order: NDArray[np.int64]  # user indices sorted by round, [users × participations]
+    starts: NDArray[np.int64]  # [rounds + 1]
 
     def round(self, round_: int) -> NDArray[np.int64]:
         """Return the users of round t = 1..T."""
@@ -93,8 +139,8 @@ class Pair:
         reach: ``reach(terms, tail, side)`` returns an ε at which that δ is at most ``tail``.
     """
 
-    curve: Callable[[Terms, Any, Side], Array]
-    reach: Callable[[Terms, float, Side], float]
+    curve: Callable[[Mechanism, Any, Side], Array]
+    reach: Callable[[Mechanism, float, Side], float]
 
 
 @dataclass(frozen=True)
@@ -139,74 +185,45 @@ class PartitionSpec:
 
     accountant: str
     assumption: str
-    check: Callable[[Terms], None]
+    check: Callable[[Mechanism], None]
     draw: Callable[[int, int, int, Stream], Allocation]
-    epsilon: Callable[[Terms, float, float], tuple[float, float]]
-    delta: Callable[[Terms, float, float, bool], float]
+    epsilon: Callable[[Mechanism, float, float], tuple[float, float]]
+    delta: Callable[[Mechanism, float, float, bool], float]
     pair: Pair
     log_likelihood: Callable[[Array, int], Array]
     replaced: Pair | None = None
-    factors: Callable[[Terms], int] | None = None
-    step: Callable[[Terms], float] | None = None
-    losses: Callable[[Terms], dict[Side, Composed]] | None = None
+    factors: Callable[[Mechanism], int] | None = None
+    step: Callable[[Mechanism], float] | None = None
+    losses: Callable[[Mechanism], dict[Side, Composed]] | None = None
     disjoint: bool = False
     in_order: bool = False
     independent_rounds: bool = False
-    noise: Callable[[Terms, float, float, float], float] | None = None
+    noise: Callable[[Mechanism, float, float, float], float] | None = None
     least_delta: float = 0.0
     correlated: PartitionSpec | None = None
 
-    def rounds_at_most(self, terms: Terms) -> int:
-        """Return in how many rounds one user can be."""
-        return terms.rounds if self.independent_rounds else terms.participations
 
-
-def round_noise(terms: Terms) -> float:
+def round_noise(terms: Mechanism) -> float:
     """Return z/√J: all releases of one round are one Gaussian release with this multiplier."""
     return terms.noise_multiplier / math.sqrt(terms.releases_per_round)
 
 
-def half_noise(terms: Terms, taken: int) -> float:
-    """Return the multiplier of one Gaussian that covers a removal, or an addition, of a user.
-
-    Args:
-        terms: Under replace-one a replacement is one of each.
-        taken: Number of rounds that the user is in.
-    """
-    return terms.noise_multiplier / math.sqrt(terms.releases_per_round * taken)
-
-
 def one_round_each(of_round: Array, participations: int) -> Array:
-    """Return log-likelihood ratios where a user is in one uniform round of each of k blocks.
-
-    Args:
-        of_round: The log-likelihood ratio if the round were the user's, ``[users, rounds]``.
-        participations: Number k of blocks, which are T/k rounds long.
-
-    Returns:
-        ``[users]``.
-    """
+    """Return log-likelihood ratios where a user is in one uniform round of each of k blocks."""
     blocks = of_round.reshape(len(of_round), participations, -1)
     means: Array = (logsumexp(blocks, axis=2) - math.log(blocks.shape[2])).sum(1)
     return means
 
 
-def single_curve(noise: float, epsilons: Any) -> Array:
-    """Return the exact δ of one Gaussian release at each ε, ``[points]``."""
-    return gaussian_deltas(noise, np.asarray(epsilons, dtype=np.float64))
-
-
 def gaussian_pair(sensitivity: float) -> Pair:
-    """Return the pair of a run in which a user is in one round, and everybody may know which.
+    """Return the pair of a run in which a user is in one round, and everybody may know which."""
 
-    Args:
-        sensitivity: How far the user moves the round's sum, in units of S.
-    """
-
-    def noise(terms: Terms) -> float:
+    def noise(terms: Mechanism) -> float:
         return round_noise(terms) / sensitivity
 
     return Pair(
-        lambda terms, epsilons, side: single_curve(noise(terms), epsilons),
+        lambda terms, epsilons, side: gaussian_deltas(
+            noise(terms), np.asarray(epsilons, dtype=np.float64)
+        ),
         lambda terms, tail, side: gaussian_epsilon(noise(terms), tail),
     )

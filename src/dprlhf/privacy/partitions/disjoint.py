@@ -13,15 +13,15 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy.partitions.base import (
     ONE_RELEASE,
     Allocation,
+    Mechanism,
     PartitionSpec,
     Stream,
-    Terms,
     gaussian_pair,
     one_round_each,
 )
 
 
-def _check(terms: Terms) -> None:
+def _check(terms: Mechanism) -> None:
     if terms.adjacency == "add-remove":
         raise DprlhfError(
             f"partition {terms.partition} does not carry adjacency add-remove, because "
@@ -54,11 +54,11 @@ def cut(order: NDArray[np.int64], users: int, rounds: int) -> Allocation:
     return Allocation(order[: starts[-1]].astype(np.int64), starts)
 
 
-def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:
     return single, single * (1 - 1e-7)
 
 
-def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+def _delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
     return single
 
 

@@ -26,10 +26,10 @@ from dprlhf.privacy.gaussian import (
 from dprlhf.privacy.partitions.base import (
     Allocation,
     Array,
+    Mechanism,
     Pair,
     PartitionSpec,
     Stream,
-    Terms,
     round_noise,
 )
 from dprlhf.privacy.random_allocation import Side
@@ -52,7 +52,7 @@ _LEAST_LOWER_DELTA = 1e-11
 _DRAWS_AT_ONCE = 2**16
 
 
-def _check(terms: Terms) -> None:
+def _check(terms: Mechanism) -> None:
     if terms.adjacency == "replace-one":
         raise DprlhfError(
             "partition poisson does not carry adjacency replace-one: use adjacency "
@@ -81,7 +81,7 @@ def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloc
     return Allocation(taken % users, starts)
 
 
-def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+def _curve(terms: Mechanism, epsilons: Any, side: Side) -> Array:
     """Return the exact δ of one round at each ε ≥ 0, from the curve of the Gaussian."""
     # With c = e^ε and X the Gaussian's likelihood ratio under Q, the round's ratio is 1 − q + qX,
     # so E(1 − q + qX − c)₊ = q E(X − (c − 1 + q)/q)₊ and E(1 − c(1 − q + qX))₊ = a E(1 − cq X/a)₊
@@ -98,11 +98,11 @@ def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
     return found
 
 
-def _rate(terms: Terms) -> float:
+def _rate(terms: Mechanism) -> float:
     return terms.participations / terms.rounds if terms.rate is None else terms.rate
 
 
-def _reach(terms: Terms, tail: float, side: Side) -> float:
+def _reach(terms: Mechanism, tail: float, side: Side) -> float:
     """Return ε of one round at ``tail``."""
     z, q = round_noise(terms), _rate(terms)
     if tail >= q:
@@ -111,7 +111,7 @@ def _reach(terms: Terms, tail: float, side: Side) -> float:
     return math.log1p(q * math.expm1(gaussian_epsilon(z, tail / q)))
 
 
-def _step(terms: Terms) -> float:
+def _step(terms: Mechanism) -> float:
     """Return a step that is small beside one round's loss, if all rounds' sum then has a window."""
     z, q = round_noise(terms), _rate(terms)
     deviation = min(q * math.sqrt(math.expm1(min(z**-2, 700.0))), 1 / z)
@@ -119,7 +119,7 @@ def _step(terms: Terms) -> float:
 
 
 @functools.lru_cache(8)  # a run's ε and its risk ask for the same
-def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:
+def losses(terms: Mechanism, rough: bool = False) -> dict[Side, Composed]:
     """Return the pessimistic privacy losses of a whole run, by side."""
     step = _step(terms) * (4 if rough else 1)
     places = widening(math.ceil(_reach(terms, _TAIL / terms.rounds, "remove") / step))
@@ -132,11 +132,11 @@ def losses(terms: Terms, rough: bool = False) -> dict[Side, Composed]:
     }
 
 
-def _too_little_noise(terms: Terms) -> bool:
+def _too_little_noise(terms: Mechanism) -> bool:
     return noise_too_small(round_noise(terms), 1e-5)  # whatever δ is: the grid does not follow it
 
 
-def _of_known_joins(terms: Terms, epsilon: float) -> float:
+def _of_known_joins(terms: Mechanism, epsilon: float) -> float:
     """Return a bound on δ that holds even if it is public which rounds a user joins."""
     # Given these, the run is one Gaussian release, and δ of a mixture is at most the mean. With so
     # little noise hardly anything is lost.
@@ -150,7 +150,7 @@ def _of_known_joins(terms: Terms, epsilon: float) -> float:
     return min(1.0, (float(shares @ each) + beyond) * (1 + 1e-9))
 
 
-def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:
     if _too_little_noise(terms):
         if math.isinf(single):
             return single, 0.0
@@ -182,7 +182,7 @@ def _optimistic(z: float, rate: float, rounds: int) -> Any:
     return one.self_compose(rounds)
 
 
-def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+def _delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
     if _too_little_noise(terms):
         return min(single, _of_known_joins(terms, epsilon))
     return max(side.delta(epsilon) for side in losses(terms, rough).values())

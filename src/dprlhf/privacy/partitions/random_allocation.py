@@ -31,10 +31,10 @@ from dprlhf.privacy.partitions.base import (
     ONE_RELEASE,
     Allocation,
     Array,
+    Mechanism,
     Pair,
     PartitionSpec,
     Stream,
-    Terms,
     gaussian_pair,
     one_round_each,
     round_noise,
@@ -45,7 +45,7 @@ _TAIL = 1e-20
 """Probability of losses beyond the grid, over all passes; they count as infinite."""
 
 
-def _check(terms: Terms) -> None:
+def _check(terms: Mechanism) -> None:
     if terms.rounds % terms.participations:
         raise DprlhfError(
             f"rounds {terms.rounds} must be a multiple of participations "
@@ -71,7 +71,7 @@ def _sorted_by_round(rounds: NDArray[np.int64], users: NDArray[np.int64], count:
     return Allocation(users[order], starts)
 
 
-def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:
     z, slots = round_noise(terms), _slots(terms)
     curves = _curves(terms, delta, rough=False)
     upper = curves.epsilon(delta, "remove")
@@ -91,7 +91,7 @@ def _epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
     return upper, lower
 
 
-def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+def _delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
     if terms.adjacency == "replace-one":
         from dprlhf.privacy import replaced_allocation as replaced
 
@@ -107,12 +107,12 @@ def _delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 
 
-def _slots(terms: Terms) -> int:
+def _slots(terms: Mechanism) -> int:
     """Return the number of rounds in a block."""
     return terms.rounds // terms.participations
 
 
-def _curves(terms: Terms, delta: float | None, rough: bool) -> Curves:
+def _curves(terms: Mechanism, delta: float | None, rough: bool) -> Curves:
     """Return both sides' curves of the run: k one-out-of-T/k allocations, composed."""
     z, slots, times = round_noise(terms), _slots(terms), terms.participations
     if times == 1:
@@ -153,7 +153,7 @@ def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, 
 
 
 @functools.lru_cache(8)
-def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
+def _replaced_blocks(terms: Mechanism, rough: bool) -> Composed:
     """Return a pessimistic loss distribution of the run for a user replaced by another."""
     points = POINTS // 5 if rough else POINTS
     tail = _TAIL / terms.participations
@@ -163,19 +163,19 @@ def _replaced_blocks(terms: Terms, rough: bool) -> Composed:
     return Composed(((loss_distribution(step, curve, curve, places), terms.participations),))
 
 
-def _losses(terms: Terms) -> dict[Side, Composed]:
+def _losses(terms: Mechanism) -> dict[Side, Composed]:
     if terms.adjacency == "replace-one":
         return dict.fromkeys(SIDES, _replaced_blocks(terms, rough=False))
     return compose_blocks(round_noise(terms), _slots(terms), terms.participations, rough=False)
 
 
-def _replaced_curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+def _replaced_curve(terms: Mechanism, epsilons: Any, side: Side) -> Array:
     from dprlhf.privacy import replaced_allocation as replaced
 
     return replaced.curve(round_noise(terms), _slots(terms), epsilons)
 
 
-def _replaced_reach(terms: Terms, tail: float, side: Side) -> float:
+def _replaced_reach(terms: Mechanism, tail: float, side: Side) -> float:
     from dprlhf.privacy import replaced_allocation as replaced
 
     z = round_noise(terms)
@@ -183,16 +183,16 @@ def _replaced_reach(terms: Terms, tail: float, side: Side) -> float:
     return replaced.epsilon(z, _slots(terms), tail, 0.0, known, rough=True)
 
 
-def _curve(terms: Terms, epsilons: Any, side: Side) -> Array:
+def _curve(terms: Mechanism, epsilons: Any, side: Side) -> Array:
     z, slots = round_noise(terms), _slots(terms)
     return np.array([block.delta(z, slots, e, side, block.MEDIUM) for e in epsilons])
 
 
-def _reach(terms: Terms, tail: float, side: Side) -> float:
+def _reach(terms: Mechanism, tail: float, side: Side) -> float:
     return block.epsilon(round_noise(terms), _slots(terms), tail, side)
 
 
-def _check_correlated(terms: Terms) -> None:
+def _check_correlated(terms: Mechanism) -> None:
     from dprlhf.privacy import correlated_allocation as correlated
 
     _check(terms)
@@ -216,19 +216,19 @@ def _check_correlated(terms: Terms) -> None:
         )
 
 
-def _correlated_epsilon(terms: Terms, delta: float, single: float) -> tuple[float, float]:
+def _correlated_epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:
     from dprlhf.privacy import correlated_allocation as correlated
 
     return correlated.epsilon(terms.noise_multiplier, terms.rounds, terms.bands, delta)
 
 
-def _correlated_delta(terms: Terms, epsilon: float, single: float, rough: bool) -> float:
+def _correlated_delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
     from dprlhf.privacy import correlated_allocation as correlated
 
     return correlated.delta(terms.noise_multiplier, terms.rounds, terms.bands, epsilon, rough)
 
 
-def _correlated_noise(terms: Terms, epsilon: float, delta: float, high: float) -> float:
+def _correlated_noise(terms: Mechanism, epsilon: float, delta: float, high: float) -> float:
     from dprlhf.privacy import correlated_allocation as correlated
 
     return correlated.noise(terms.rounds, terms.bands, epsilon, delta, high)

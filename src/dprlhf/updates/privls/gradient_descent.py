@@ -42,11 +42,11 @@ from typing import ClassVar
 
 import torch
 
+from dprlhf.errors import DprlhfError
 from dprlhf.updates.privls.oracle import (
     Release,
     bounded_rows,
     check_positive,
-    check_steps,
     predictions,
     project,
 )
@@ -65,7 +65,11 @@ class GradientDescent:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_steps(self.name, self.steps)
+        if not (isinstance(self.steps, int) and self.steps >= 1):
+            raise DprlhfError(
+                f"{self.name}: steps (J) must be a whole number of at least 1, not {self.steps};"
+                " sufficient-statistics needs a single release"
+            )
         check_positive(self.name, **{n: v for n, v in vars(self).items() if n != "steps"})
 
     @property

@@ -148,20 +148,7 @@ def project(w: torch.Tensor, radius: float) -> torch.Tensor:
 
 
 def check_positive(oracle: str, **values: float) -> None:
-    """Check that each bound is a positive, finite number.
-
-    Raises:
-        DprlhfError: A bound is not; the message names the oracle and the setting.
-    """
+    """Check that each bound is a positive, finite number."""
     for name, value in values.items():
         if not (value > 0 and math.isfinite(value)):
             raise DprlhfError(f"{oracle}: {name} must be a positive, finite number, not {value}")
-
-
-def check_steps(oracle: str, steps: int) -> None:
-    """Check that there is at least one release."""
-    if not (isinstance(steps, int) and steps >= 1):
-        raise DprlhfError(
-            f"{oracle}: steps (J) must be a whole number of at least 1, not {steps};"
-            " sufficient-statistics needs a single release"
-        )
