@@ -44,7 +44,7 @@ from dprlhf.rollout.sampling import draws_of, generate_rows, left_of
 
 
 class AgentSampler:
-    """Samples trajectories with an :class:`Agent`; a :class:`~dprlhf.rollout.sampling.Sampler`."""
+    """Samples trajectories with an :class:`Agent`, keeping the promises of ``rollout.sample``."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent

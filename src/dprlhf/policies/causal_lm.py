@@ -55,7 +55,7 @@ class CausalLMPolicy:
         self.checkpointed: list[Any] = []  # layers of which only the inputs are kept
         self.is_base = False  # whether the adapter is off, inside base()
         self.tools: Sequence[Any] = ()  # functions that the chat template shows to the model
-        self.sampler: Any = None  # a rollout.sampling.Sampler for responses of several turns
+        self.sampler: Any = None  # for responses of several turns, see rollout.sampling.sample
         # Why a gradient pass has one user, if it must.
         self.one_user_a_pass = self.mixes_rows
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}

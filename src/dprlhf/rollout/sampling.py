@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,29 +22,6 @@ from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
 from dprlhf.rollout.decoding import batch_size, decode
-
-
-class Sampler(Protocol):
-    """A way to sample responses of several turns; it keeps the promises of :func:`sample`.
-
-    No row may depend on another user's rows, and all randomness comes from the key, ``context``,
-    the row's user and prompt, and the response's number. With ``private`` prompts an error costs
-    its user's responses and not the run, and quotes nothing.
-    """
-
-    def __call__(
-        self,
-        policy: CausalLMPolicy,
-        prompts: Prompts,
-        spec: recipe.Rollout,
-        *,
-        key: bytes,
-        context: tuple[str | int, ...],
-        max_prompt_tokens: int,
-        tick: Tick | None,
-        private: bool,
-    ) -> Responses:
-        """Sample ``spec.responses`` trajectories for each prompt."""
 
 
 def resolve_batch_size(
@@ -146,7 +123,9 @@ def sample(
     A row's draws depend on the key, ``context`` (the name of the use), the row's user and prompt,
     and the response's number, on nothing else.
 
-    A policy with a ``sampler`` of its own, such as an agent, acts in several turns.
+    A policy with a ``sampler`` of its own, such as an agent, acts in several turns, and the sampler
+    makes the same promise. With ``private`` prompts an error costs its user's responses and not the
+    run, and quotes nothing.
 
     With ``base_policy: reference`` the first half of a prompt's rows come from μ (the adapter
     off) and the rest from π_t; with ``on-policy`` all come from π_t.

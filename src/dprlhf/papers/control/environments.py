@@ -4,53 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
-
-
-class Environment(Protocol):
-    """A task whose trajectories are simulated in batches; a user is one trajectory."""
-
-    @property
-    def size(self) -> int:
-        """The number of entries of an observation."""
-
-    @property
-    def actions(self) -> int:
-        """The number of discrete actions, or of entries of a continuous action."""
-
-    @property
-    def continuous(self) -> bool:
-        """Whether an action is a vector of numbers; else it is one of ``actions`` choices."""
-
-    @property
-    def horizon(self) -> int:
-        """The largest number of steps; an episode that has not ended by then is cut."""
-
-    @property
-    def reward_range(self) -> float:
-        """R; rewards are clipped to [−R, R]."""
-
-    @property
-    def reset_draws(self) -> int:
-        """Uniform numbers that a reset takes."""
-
-    @property
-    def step_draws(self) -> int:
-        """Uniform numbers that a step takes."""
-
-    def reset(self, uniforms: Array) -> Any:
-        """Return the first states, from ``[users, reset_draws]``."""
-
-    def observe(self, state: Any) -> Array:
-        """Return what the policy sees, ``[users, size]``."""
-
-    def step(self, state: Any, actions: Array, uniforms: Array) -> tuple[Any, Array, Flags]:
-        """Return next states, rewards ``[users]`` (NaN for a failure), and which episodes ended."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +202,11 @@ def _linear_minute() -> Array:
 
 
 _LINEAR = _linear_minute()
+
+
+Environment = Riverswim | Dosing | Gymnasium
+"""A task: ``reset`` takes uniforms ``[users, reset_draws]``, ``observe`` returns ``[users, size]``,
+``step`` returns states, rewards in [−R, R] ``[users]``, NaN for a failure, and who has ended."""
 
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {

@@ -8,42 +8,11 @@ is that of He & Zhou (arXiv 2510.21060), section 6.2, the network that of append
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-
-
-class TrajectoryPolicy(Protocol):
-    """A policy that acts on numbers, which is all that ``pgpe`` needs."""
-
-    @property
-    def dimension(self) -> int:
-        """The number d of parameters."""
-
-    @property
-    def draws(self) -> int:
-        """The number of uniform random numbers that one action takes."""
-
-    def initial(self, rng: np.random.Generator) -> Array:
-        """Return the parameters that training starts from, ``[d]``; public."""
-
-    def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
-        """Return actions of π_θ, ``[users]`` or ``[users, actions]``."""
-
-
-class ScoredPolicy(TrajectoryPolicy, Protocol):
-    """A policy π_θ(a|s) that also knows the gradients of its log-probabilities."""
-
-    def scores(self, theta: Array, observations: Array, actions: Array) -> Array:
-        """Return ∇ log π_θ(a|s), ``[users, steps, d]``."""
-
-    def weighted_scores(
-        self, theta: Array, observations: Array, actions: Array, weights: Array
-    ) -> Array:
-        """Return Σ_t weight · ∇ log π_θ(a|s) of each trajectory, ``[users, d]``."""
 
 
 def softmax(logits: Array) -> Array:
@@ -235,3 +204,8 @@ class LinearAction:
         return np.asarray(
             self.center + self.spread * (_apply(weight, x) + theta[..., -self.actions :])
         )
+
+
+ScoredPolicy = LogLinearSoftmax | MLPSoftmax
+TrajectoryPolicy = ScoredPolicy | LinearAction
+"""Policies π_θ(a|s); those with scores also know ∇ log π_θ, ``[users, steps, d]``."""

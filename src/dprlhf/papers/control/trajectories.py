@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,7 @@ def _chunk(
     )
     # Instances of their own need no fillers; the policy's inputs are filled up all the same.
     rows = users if isinstance(env, Gymnasium) else CHUNK
-    state = env.reset(uniforms[:rows, : env.reset_draws])
+    state: Any = env.reset(uniforms[:rows, : env.reset_draws])
     draws = uniforms[:, env.reset_draws :].reshape(CHUNK, horizon, -1)
     alive = np.arange(CHUNK) < users
     for t in range(horizon):
