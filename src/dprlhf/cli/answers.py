@@ -27,12 +27,7 @@ PROMPT_COLUMNS = {
 def checked(
     check: Callable[[str, Mapping[str, Any]], None],
 ) -> Callable[[typer.Context, str], str]:
-    """Return a callback of an option's prompt, which asks again after a wrong answer.
-
-    Args:
-        check: Function of the answer and of the earlier answers by name, which raises a
-            :class:`DprlhfError`.
-    """
+    """Return a callback of an option's prompt, which asks again after a wrong answer."""
 
     def callback(context: typer.Context, answer: str) -> str:
         try:
@@ -135,11 +130,7 @@ def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | N
 
 
 def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str = "rl") -> str:
-    """Return the column of the prompts in a file; of a folder or a hub id, the usual one.
-
-    Args:
-        named: The column that was asked for; None takes the first of ``PROMPT_COLUMNS``.
-    """
+    """Return the column of the prompts in a file; of a folder or a hub id, the usual one."""
     wanted = (named,) if named else PROMPT_COLUMNS[stage]
     columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     found = next((name for name in wanted if name in columns), None)

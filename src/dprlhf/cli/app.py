@@ -73,12 +73,7 @@ class Commands(TyperGroup):
                 )
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.
-
-        Raises:
-            DprlhfError: A value is missing or wrong, or the command is gone; the message names the
-                option, or what takes the command's place.
-        """
+        """Run a command."""
         given = [*ctx._protected_args, *ctx.args]
         for name in (" ".join(given[:1]), " ".join(given[:2])):
             if instead := REMOVED.get(f"dprlhf {name}"):

@@ -19,15 +19,11 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination of this machine.
-
-    Attributes:
-        good: False if a run would fail because of it.
-    """
+    """One line of the examination of this machine."""
 
     name: str
     value: str
-    good: bool = True
+    good: bool = True  # False if a run would fail because of it
 
 
 def examine() -> list[Finding]:

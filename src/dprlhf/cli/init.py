@@ -35,30 +35,17 @@ _ABOUT = {
 def new_recipe(
     *,
     model: str,
-    prompts: str,
+    prompts: str,  # File, folder or hub id of the private rows
     user_column: str,
-    public_prompts: str,
+    public_prompts: str,  # File of public rows for the evaluation; if empty, there is none
     epsilon: float,
     reward: str = "",
     stage: str = "rl",
-    users: int | None = None,
-    public: int | None = None,
+    users: int | None = None,  # Number of users; None if it is not known
+    public: int | None = None,  # Number of public rows; None if it is not known
     columns: dict[str, str | None] | None = None,
 ) -> str:
-    """Return a YAML recipe that loads: the answers, and what follows from them.
-
-    Args:
-        model: Hub id or folder of a model.
-        prompts: File, folder or hub id of the private rows.
-        user_column: Column that names the user: rows with equal values are one user. If empty,
-            every row is a user.
-        public_prompts: File of public rows for the evaluation; if empty, there is none.
-        reward: For ``rl``: the reward as ``file.py:function`` or ``package.module:function``;
-            anything else is the name of a classifier.
-        users: Number of users; None if it is not known.
-        public: Number of public rows; None if it is not known.
-        columns: Columns of the rows, private and public, by the recipe's key.
-    """
+    """Return a YAML recipe that loads: the answers, and what follows from them."""
     values: dict[str, Any] = {} if stage == "rl" else {"stage": stage}
     values["policy"] = {"model_name_or_path": model}
     values["data"] = {"path": prompts, **(columns or {}), "user_column": user_column or None}

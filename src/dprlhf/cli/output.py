@@ -107,11 +107,7 @@ def plan_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def choices_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of the planner's choices as a table with a header.
-
-    Args:
-        rows: From :meth:`dprlhf.training.choices.Choice.as_dict`.
-    """
+    """Return the figures of the planner's choices as a table with a header."""
     header = (
         f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
         f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"

@@ -130,9 +130,6 @@ def check_readable(rows: Any, column: str, where: str) -> None:
     is assumed to be public, also that of a column without any value; the keys of mappings are from
     rows, so the message has none. Where the type is that of texts, and no row has one, nothing is
     refused: whether others have a value is private.
-
-    Args:
-        where: The beginning of the message.
     """
     kind = rows.features.arrow_schema.field(column).type
     message = _element(kind)

@@ -30,11 +30,7 @@ Read = Callable[[Sequence[str], Collection[str]], Any]
 
 
 class BrokenLinesError(Exception):
-    """Lines of a file cannot be read.
-
-    Attributes:
-        lines: Their numbers (from 1), without what they hold.
-    """
+    """Lines of a file cannot be read."""
 
     def __init__(self, lines: Sequence[int], why: str) -> None:
         super().__init__(why)
@@ -80,17 +76,6 @@ def read_csv(
     Every row has a field for each column: a short one is refused, and so is a longer one, unless
     what is beyond the columns is empty. In a table of one column a blank line is a row without a
     value; in any other it is none.
-
-    Args:
-        texts: Columns that stay as they are written, and are never numbers.
-        quotechar: The character around a field that may have delimiters and line breaks in it.
-
-    Returns:
-        A ``datasets.Dataset``. A column of whole numbers, numbers, or "true" and "false" alone has
-        their type, and every other one that of texts.
-
-    Raises:
-        BrokenLinesError: A line is not of this form, or no UTF-8.
     """
     import datasets
 
@@ -267,11 +252,7 @@ def _objects(file: str) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(text: str) -> Any:
-    """Return what a JSON text holds; where it is nested deeper than Python reads it, without that.
-
-    Raises:
-        ValueError: It is no JSON, or a mapping has a key twice.
-    """
+    """Return what a JSON text holds, without what is nested deeper than Python reads it."""
     read = functools.partial(json.loads, object_pairs_hook=_without_repeats, parse_int=_whole)
     try:
         return read(text)
@@ -313,11 +294,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_lines(files: Sequence[str], texts: Collection[str]) -> Any:
-    """Return a row with the column ``text`` for each line of text files that is not blank.
-
-    Raises:
-        BrokenLinesError: A line has a carriage return elsewhere than at its end, or is no UTF-8.
-    """
+    """Return a row with the column ``text`` for each line of text files that is not blank."""
     import datasets
 
     return datasets.Dataset.from_dict({"text": [line for file in files for line in lines_of(file)]})

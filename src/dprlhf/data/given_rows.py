@@ -20,17 +20,9 @@ from dprlhf.errors import DprlhfError
 def rows_from(prompts: Any, column: str) -> Any:
     """Turn prompts in memory into a ``datasets.Dataset``.
 
-    Args:
-        prompts: A list of texts, conversations or dicts; a pandas ``DataFrame`` or pyarrow
-            ``Table``; or a ``datasets.Dataset``, whose format (``with_format``) is ignored. A
-            streaming ``IterableDataset``, a generator, or a function that returns one is read to
-            its end once, as a list is, and kept on disk, in a file without a name, as long as it
-            is used.
-        column: Name of the column of texts and conversations.
-
-    Raises:
-        DprlhfError: It is none of these, a set, a dataset with a transform (``set_transform``), or
-            the items differ in kind.
+    They are a list of texts, conversations or dicts, a pandas or pyarrow table, or a dataset. A
+    stream, a generator, or a function that returns one is read to its end once, and kept on disk
+    in a file without a name.
     """
     import datasets
 
@@ -183,11 +175,7 @@ def _kept_on_disk(prompts: Iterable[Any], column: str) -> Any:
 
 
 def _on_disk(features: Any, tables: Iterable[pa.Table]) -> pa.Table:
-    """Return tables as one whose memory is a file without a name, of which a kill leaves nothing.
-
-    Args:
-        features: The types of its columns for ``datasets``; None takes those of the first table.
-    """
+    """Return tables as one, in a file without a name, of which a kill leaves nothing."""
     from datasets.arrow_writer import ArrowWriter
 
     with tempfile.TemporaryFile(prefix="dprlhf-") as file:

@@ -24,27 +24,7 @@ _PLACE = {
 
 
 class InMemoryInputs:
-    """Objects in memory that replace the recipe's data, rewards and policy; None replaces nothing.
-
-    Args:
-        prompts: The users' prompts, as :func:`rows_from` takes them.
-        reward: A reward, or several, as :func:`~dprlhf.data.reward_arguments.given_rewards` takes
-            them: callables with TRL's signature, names, models, or pairs with a weight.
-        models: Models in memory that the run starts from, by the argument's name; the private runs
-            that tuned them must count.
-        stand_in_plan: Where the "users" are public prompts that stand in for them: returns the plan
-            of the run, which states no ε. None plans for private users.
-        reward_processing_classes: The tokenizers of rewards that are models.
-        environment_factory: Makes an environment for each trajectory; or several by name.
-        compute_metrics: Further measures of the evaluation's responses, a function of the texts,
-            their rewards and the prompts; None for none.
-
-    Attributes:
-        rewards: The rewards with their settings; None for those of the recipe.
-
-    Raises:
-        DprlhfError: The public prompts are the private ones, or something is no reward.
-    """
+    """Objects in memory in the place of the recipe's data, rewards and policy; None for none."""
 
     def __init__(
         self,
@@ -52,11 +32,12 @@ class InMemoryInputs:
         reward: Any,
         evaluation_prompts: Any,
         policy: Any = None,
+        # Where the "users" are public prompts: returns the plan of the run, which states no ε.
         stand_in_plan: Callable[[AnyRecipe], Plan] | None = None,
         *,
         reward_weights: Sequence[float] | None = None,
         reward_processing_classes: Any = None,
-        models: Mapping[str, Any] | None = None,
+        models: Mapping[str, Any] | None = None,  # their private runs must count
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         compute_metrics: Callable[..., Any] | None = None,
@@ -107,19 +88,13 @@ class InMemoryInputs:
 
 
 def recipe_of(
-    recipe: Recipe | str | Path | None,
+    recipe: Recipe | str | Path | None,  # A recipe or its file; None for one from flat
     overrides: Sequence[str],
     flat: dict[str, Any],
     sources: InMemoryInputs,
     complete: Callable[[dict[str, Any], Recipe], dict[str, Any]] | None = None,
 ) -> Recipe:
-    """Build the recipe from the arguments of :func:`dprlhf.train`.
-
-    Args:
-        recipe: A recipe or its file; None for one from ``flat``.
-        complete: Adds the defaults that follow from the rows to settings, of which it also gets a
-            recipe with any number of rounds. None adds nothing.
-    """
+    """Build the recipe from the arguments of :func:`dprlhf.train`."""
     if recipe is not None and flat:
         raise DprlhfError(
             f"argument '{next(iter(flat))}' has no effect with a recipe: "
@@ -191,7 +166,7 @@ def from_memory(
     recipe: R,
     *,
     data: bool,
-    rewards: Sequence[GivenReward] | None = None,
+    rewards: Sequence[GivenReward] | None = None,  # The rewards that the program passes
     evaluation: bool,
     agent: dict[str, Any] | None = None,
 ) -> R:
@@ -199,10 +174,6 @@ def from_memory(
 
     The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
     same objects again.
-
-    Args:
-        rewards: The rewards that the program passes; None for those of the recipe.
-        agent: The keys of ``rollout.agent`` that the program passes objects for.
     """
     values = recipe.model_dump()
     if "max_prompt_tokens" not in recipe.data.model_fields_set:

@@ -42,9 +42,6 @@ def load_rows(spec: recipe.Data) -> Any:
 
     A name that can only be that of a file of one's own is not looked up on the hub, which would
     reveal it.
-
-    Raises:
-        DprlhfError: The rows cannot be found or read. The message quotes no row.
     """
     from dprlhf.assets import resolve
 
@@ -234,9 +231,6 @@ def without_format(rows: Any) -> Any:
     """Return a ``datasets.Dataset`` with all its columns, whose values are Python's.
 
     A format makes arrays or tables of conversations, and leaves columns out.
-
-    Raises:
-        DprlhfError: It has a transform, a function that changes rows whenever they are read.
     """
     if rows.format["type"] == "custom":
         raise DprlhfError(

@@ -19,9 +19,6 @@ def text_of(value: Any) -> str:
     The content of a message is a text, or a list of parts such as ``{"type": "text", "text": …}``.
     What has no text adds an empty line: a message that only calls a tool, a part with an image.
 
-    Args:
-        value: A text, a message, a part, a list of these, or None.
-
     >>> text_of([{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}])
     'Well?\\nYes.'
     >>> text_of({"role": "user", "content": [{"type": "text", "text": "Well?"}]})
@@ -47,13 +44,6 @@ def last_text(completion: Any) -> str:
 
 def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template that a row of data brings.
-
-    Args:
-        row: The row's values of :data:`TEMPLATE_COLUMNS`, as far as it has them: schemas of tools
-            and a mapping, either of them also as JSON text.
-
-    Raises:
-        DprlhfError: A value has another form, or sets what is not the template's own.
 
     >>> template_arguments({"tools": '[{"name": "add"}]', "chat_template_kwargs": {"think": False}})
     {'think': False, 'tools': [{'name': 'add'}]}

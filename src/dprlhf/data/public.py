@@ -32,11 +32,7 @@ _NEUTRAL = [
 
 
 def public_users(recipe: AnyRecipe, given: Any) -> Users | None:
-    """Load the evaluation's rows, each a user of its own; None without evaluation.
-
-    Raises:
-        DprlhfError: There is a single row, whose score alone has no standard error.
-    """
+    """Load the evaluation's rows, each a user of its own; None without evaluation."""
     if recipe.evaluation is None:
         return None
     data = recipe.evaluation.data.like(recipe.data)
@@ -51,9 +47,6 @@ def check_form(users: Users, public: Users | None) -> None:
 
     The types of both columns decide it; where the users' has values of several kinds, either form
     will do. Of texts, that public ones are conversations written as JSON is refused, too.
-
-    Raises:
-        DprlhfError: One has conversations, and the other plain text; or texts hold JSON.
     """
     if public is not None and not public.conversations:
         first = public.select(np.arange(min(_LOOKED_AT, public.count))).prompts
@@ -91,15 +84,10 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
 
 @dataclass(frozen=True)
 class Guides:
-    """Public prompts to which directions are fitted (``update.subspace``, an adapter's start).
+    """Public prompts to which directions are fitted (``update.subspace``, an adapter's start)."""
 
-    Attributes:
-        rows: Public rows, each a user of its own.
-        first: Index of the first row that is used; the evaluation has those before it.
-    """
-
-    rows: Users
-    first: int = 0
+    rows: Users  # Public rows, each a user of its own
+    first: int = 0  # Index of the first row that is used; the evaluation has those before it
 
     @property
     def count(self) -> int:
@@ -176,11 +164,7 @@ def prompts_in(file: Path, column: str) -> list[Any]:
 
 
 def neutral_prompts(*, conversations: bool = False, in_rows: bool = True) -> Prompts:
-    """Return a few neutral prompts, for a recipe without public ones.
-
-    Args:
-        in_rows: Whether the users' rows have prompts; else these are empty, too.
-    """
+    """Return a few neutral prompts, for a recipe without public ones."""
     asked = [[{"role": "user", "content": text if in_rows else ""}] for text in _NEUTRAL]
     some = in_memory_prompts(asked if conversations else _NEUTRAL)
     return some.changed(in_rows=in_rows)

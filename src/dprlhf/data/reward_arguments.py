@@ -19,21 +19,7 @@ _FORMS = (
 
 
 def given_rewards(reward: Any, weights: Any = None, tokenizers: Any = None) -> list[GivenReward]:
-    """Return the rewards of TRL's arguments ``reward_funcs`` and ``reward_processing_classes``.
-
-    Args:
-        reward: A reward or a list of them: a callable with TRL's signature, the hub id or folder of
-            a sequence classifier, ``module:function`` or ``file.py:function``, a sequence
-            classifier, a :class:`~dprlhf.recipe.Reward`, a ``LoadedReward``, or a pair of any of
-            these with its weight.
-        weights: A weight for each reward, TRL's ``reward_weights``; None takes those of the pairs,
-            and 1 where there is none.
-        tokenizers: A tokenizer, or one or None for each reward; callables ignore it.
-
-    Raises:
-        DprlhfError: The lists differ in length, a weight is given twice or is no finite number, or
-            something is no reward.
-    """
+    """Return the rewards of TRL's arguments ``reward_funcs`` and ``reward_processing_classes``."""
     several = isinstance(reward, list | tuple) and not _is_pair(reward)
     rewards = list(reward) if several else [reward]
     if weights is not None and any(_is_pair(one) for one in rewards):

@@ -54,29 +54,20 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True, repr=False)
 class Prompts:
-    """The prompts of some users, with the dataset's other columns.
+    """The prompts of some users, with the dataset's other columns."""
 
-    Attributes:
-        prompts: Texts or conversations, truncated to ``prompt_words``.
-        users: Index of each prompt's user in the whole dataset, ``[prompts]``.
-        slots: Index of each prompt among the prompts of its user, in a private round among those
-            that take part in it, ``[prompts]``.
-        columns: Values of the other columns, ``[prompts]`` each, for rewards that name them.
-        in_rows: Whether the rows have prompts. Without them each is an empty message, and the
-            prompt is what an environment's ``reset`` returns.
-        round_users: Indices of all users of a private round, ``[users]``, whether or not a prompt
-            of theirs is left: they and ``prompts_a_user`` fix the place of each prompt. None for
-            public prompts, which stand one after the other.
-        prompts_a_user: The most prompts of a user of the round, a public number.
-    """
-
-    prompts: list[Prompt]
-    users: NDArray[np.int64]
+    prompts: list[Prompt]  # Texts or conversations, truncated to prompt_words
+    users: NDArray[np.int64]  # Index of each prompt's user in the whole dataset, [prompts]
+    # Index of each prompt among the prompts of its user, in a private round among those that take
+    # part in it, [prompts]
     slots: NDArray[np.int64]
+    # Values of the other columns, [prompts] each, for rewards that name them
     columns: dict[str, list[Any]]
-    in_rows: bool = True
+    in_rows: bool = True  # False where each is an empty message, as an environment gives prompts
+    # All users of a private round, [users], whether or not a prompt of theirs is left: they and
+    # prompts_a_user fix the place of each prompt. None for public prompts, one after the other
     round_users: NDArray[np.int64] | None = None
-    prompts_a_user: int = 1
+    prompts_a_user: int = 1  # The most prompts of a user of the round, a public number
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -134,24 +125,7 @@ class Prompts:
 
 
 class Users:
-    """A prompt dataset grouped by user, the unit of privacy.
-
-    Args:
-        spec: The recipe's section: the columns, and the bound on the prompts of one user.
-        may_lack_prompts: Whether rows may come without a column ``prompt``, because an environment
-            gives the prompt. A row without one is known by all its columns.
-        absent: Numbers of users whose rows have been deleted. They count in N, and others have the
-            numbers that they had beside them.
-
-    Attributes:
-        count: Number N of users, which is assumed to be public.
-        dropped_prompts: Number of prompts beyond ``max_prompts_per_user``.
-        tell: Takes a line about a row that cannot be read, for the operator alone.
-
-    Raises:
-        DprlhfError: There are no rows, a column is missing, or one holds no texts, numbers or
-            conversations.
-    """
+    """A prompt dataset grouped by user, the unit of privacy."""
 
     def __init__(
         self,
@@ -159,7 +133,7 @@ class Users:
         spec: recipe.Data,
         *,
         may_lack_prompts: bool = False,
-        absent: Collection[int] = (),
+        absent: Collection[int] = (),  # users whose rows have been deleted; they count in N
     ) -> None:
         self._rows = rows
         self._may_lack_prompts = may_lack_prompts
@@ -185,10 +159,11 @@ class Users:
             if column in self._columns and key not in ("user_column", "label_column"):
                 check_readable(rows, column, f"data {spec.path!r}: {key}")
         self._too_large = _too_large(rows)
+        # Takes a line about a row that cannot be read, for the operator alone.
         self.tell: Callable[[str], object] = lambda line: None
         self._told: set[int] = set()
         self._order, sizes = _group(rows, spec)
-        self.count = len(sizes) + len(self._absent)
+        self.count = len(sizes) + len(self._absent)  # N, which is assumed to be public
         if self._absent:
             there = np.delete(np.arange(self.count), self._absent)
             of_those, sizes = sizes, np.zeros(self.count, dtype=np.int64)
@@ -237,12 +212,7 @@ class Users:
         return Private(state.hexdigest())
 
     def numbers_of(self, names: Sequence[str]) -> Private[list[int]]:
-        """Return the numbers of users, given by their names.
-
-        Args:
-            names: Names in the user column, as any file may spell them; without the column, the
-                numbers of rows in the data, from 1.
-        """
+        """Return the numbers of users, given by their names."""
         column = self._spec.user_column
         if column is None:
             numbers = {str(self._spec.skip + n + 1): n for n in range(self.count)}
@@ -327,16 +297,9 @@ class Users:
         """Return hashes by which rows are recognised in another source.
 
         Case, white space and the way in which Unicode composes letters are ignored. A conversation
-        counts as the text of its messages, whether a content is a text or a list of parts.
-
-        Args:
-            user_column: Column of the users' names; ignored where the rows have no such column.
-
-        Returns:
-            Hashes of each row's ``text`` (prompt and completions), of its ``prompt`` cut to
-            ``prompt_words`` (none without that setting), and of its ``user``, each in an array
-            without order or repetition. The text of rows without prompts is that of all columns but
-            ``environment``: its name alone is nobody's.
+        counts as the text of its messages, whether a content is a text or a list of parts. There
+        are hashes of each row's ``text`` (prompt and completions), of its ``prompt`` cut to
+        ``prompt_words`` (none without that setting) and of its ``user``.
         """
         spec, rows = self._spec, self._rows
         if first is not None:
@@ -344,7 +307,7 @@ class Users:
         rows = self._of_bounded_size(rows)
         beside = {getattr(spec, key, None) for key in ("label_column", "logprob_column")}
         texts = [c for c in self._columns if c not in beside]
-        if not self.with_prompts:
+        if not self.with_prompts:  # an environment's name alone is nobody's text
             texts = sorted(set(texts) - {"environment", user_column})
         named = [user_column] if user_column in rows.column_names else []
         found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
@@ -374,12 +337,6 @@ class Users:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
 
         Which prompts a user keeps depends on that user's own rows alone.
-
-        Args:
-            missing: Whether a row without a prompt is read as an empty one.
-
-        Raises:
-            DprlhfError: A row is too large; or it lacks a value, and ``missing`` is false.
         """
         return self._read(*self._kept_rows(users), missing=missing)
 
@@ -419,9 +376,6 @@ class Users:
         decide whether there is a result, and its round would be known. Which of a user's rows are
         left depends on each of them alone, and all keep their places (:attr:`Prompts.grid`);
         :attr:`tell` is told of the others.
-
-        Args:
-            encode: Raises an exception for a prompt that cannot be read.
         """
         owners, slots = self._kept_rows(users)
 
@@ -456,14 +410,8 @@ class Users:
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.
 
-        Args:
-            cut: Tokenizes prompts and returns for each whether it is longer than what is used; it
-                raises an exception for one that cannot be read.
-
-        Returns:
-            The number of rows ``beyond`` the first of their user; and among the first
-            ``LOOKED_AT`` users of prompts that are ``missing``, ``empty``, ``cut`` or
-            ``unreadable``.
+        All rows ``beyond`` the first of their user; and of the prompts of the first
+        :data:`LOOKED_AT` users those that are ``missing``, ``empty``, ``cut`` or ``unreadable``.
         """
         looked = np.arange(min(self.count, LOOKED_AT))
         found = Counter[str]()
@@ -559,10 +507,6 @@ def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
 
 def in_grid(group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
     """Return the numbers of the members of each group, in their order, ``[groups, most]``.
-
-    Args:
-        group: The group of each member, ``[members]``.
-        groups: The number of groups; one with fewer members than the largest ends with −1.
 
     >>> in_grid(np.array([1, 0, 1]), 3).tolist()
     [[1, -1], [0, 2], [-1, -1]]

@@ -13,18 +13,11 @@ AdapterType = Literal["lora", "ffa-lora", "peft", "full"]
 
 @dataclass(frozen=True)
 class AdapterKind:
-    """The facts about one kind of adapter.
+    """The facts about one kind of adapter."""
 
-    Attributes:
-        description: What a model card says that ``policy/`` holds; ``{rank}`` and ``{peft_type}``
-            are filled in.
-        takes: Which of the section's settings have an effect.
-        experimental: Whether no published experiment measures it yet.
-    """
-
-    description: str
-    takes: frozenset[str] = frozenset()
-    experimental: bool = False
+    description: str  # What a model card says that policy/ holds
+    takes: frozenset[str] = frozenset()  # Which of the section's settings have an effect
+    experimental: bool = False  # Whether no published experiment measures it yet
 
 
 _LORA = frozenset({"target_modules", "layers", "rank", "alpha", "init"})

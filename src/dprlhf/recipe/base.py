@@ -22,12 +22,9 @@ class Experimental:
 
     Put it into the field's ``Annotated[...]``. Runs that use it say so in one line at their start,
     in ``--dry-run`` and on the privacy card; the privacy guarantee covers them as any other run.
-
-    Attributes:
-        values: The experimental values; empty marks every value but the default.
     """
 
-    values: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()  # The experimental values; empty marks every value but the default
 
 
 class Settings(BaseModel):

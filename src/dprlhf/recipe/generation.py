@@ -31,10 +31,6 @@ def rollout_settings(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> rollout_settings({"top_k": 20, "stop_strings": ["END"], "do_sample": True})
     {'top_k': 20, 'stop': ['END']}
-
-    Raises:
-        DprlhfError: An argument has no key: what it changes is not in the log-probabilities; or
-            there is no mapping of arguments.
     """
     if not isinstance(generation_kwargs, Mapping):
         raise DprlhfError(

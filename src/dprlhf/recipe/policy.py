@@ -24,19 +24,12 @@ _UNMEASURED = Experimental(tuple(name for name, kind in ADAPTERS.items() if kind
 
 @dataclass(frozen=True)
 class Source:
-    """A model that a run starts from: what it trains, or a reward.
+    """A model that a run starts from: what it trains, or a reward."""
 
-    Attributes:
-        key: The recipe's key that names it; None where the model is not a file or hub id.
-        label: What the privacy card calls it.
-        path: Hub id or folder; empty for a reward that is a function.
-        revision: Branch, tag or commit of a hub id; None for its main branch.
-    """
-
-    key: str | None
-    label: str
-    path: str
-    revision: str | None
+    key: str | None  # The recipe's key that names it; None where the model is not a file or hub id
+    label: str  # What the privacy card calls it
+    path: str  # Hub id or folder; empty for a reward that is a function
+    revision: str | None  # Branch, tag or commit of a hub id; None for its main branch
 
 
 class Adapter(Settings):

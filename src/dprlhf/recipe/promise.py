@@ -14,20 +14,12 @@ from dprlhf.recipe.privacy import Privacy
 def check_promise(
     privacy: Privacy,
     *,
-    clip_norm: float,
+    clip_norm: float,  # Clip norm S
     data: Data,
     public: PublicData | None,
-    guides: PublicData | None = None,
+    guides: PublicData | None = None,  # The section of the public rows of update.subspace
 ) -> None:
-    """Refuse what would make the stated ε wrong, or publish what is private.
-
-    Args:
-        clip_norm: Clip norm S.
-        guides: The section of the public rows of ``update.subspace``; None without them.
-
-    Raises:
-        ValueError: Names the setting and what would work.
-    """
+    """Refuse what would make the stated ε wrong, or publish what is private."""
     if math.isinf(clip_norm) and not privacy.baseline:
         raise ValueError("update.clip_norm must be finite unless privacy.epsilon is .inf")
     if public is not None and same_rows(data, public):

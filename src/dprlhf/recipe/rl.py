@@ -112,11 +112,7 @@ class Recipe(Settings):
         )
 
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
-        """List what the run publishes of its users, for the privacy card.
-
-        Args:
-            releases: Number of noised sums that a round releases.
-        """
+        """List what the run publishes of its users, for the privacy card."""
         what = self.update.released.format(releases=releases)
         if self.update.subspace is not None:
             what += f", along {self.update.subspace.rank} directions from public gradients"

@@ -49,14 +49,7 @@ class Subspace(Settings):
         return self
 
     def check(self, *, public_rows: bool, optimizer: str, bands: int, rounds: int) -> None:
-        """Refuse a recipe whose other sections do not work with directions from public rows.
-
-        Args:
-            public_rows: Whether the evaluation names public rows.
-            optimizer: The optimizer's name.
-            bands: Number of bands of correlated noise; 1 for noise of its own in each round.
-            rounds: Number of rounds.
-        """
+        """Refuse a recipe whose other sections do not work with directions from public rows."""
         if self.data is None and not public_rows:
             raise ValueError(
                 "update.subspace needs public rows: give update.subspace.data, or evaluation with"

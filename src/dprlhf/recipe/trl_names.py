@@ -112,9 +112,6 @@ _SCALED = {"group": True, "true": True, "none": False, "false": False}
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's keys as ``section.key``, with values, for settings by TRL's names.
 
-    Args:
-        given: Values by TRL's names, all of them in ``KEYS`` or ``COMBINED``.
-
     >>> settings_of({"num_generations": 4, "generation_kwargs": {"top_k": 20}})
     {'rollout.responses': 4, 'rollout.top_k': 20}
     >>> settings_of({"loss_type": "grpo"})
@@ -141,22 +138,11 @@ _BY_TOKEN = ("dr_grpo", "dapo", "bnpo", "cispo", "luspo", "vespo")
 
 
 def update_settings(loss_type: str = "grpo", scale_rewards: Any = "group") -> dict[str, Any]:
-    """Return the section ``update`` that stands for two settings of TRL's ``GRPOConfig``.
-
-    Args:
-        loss_type: A step of ours is on-policy, where the importance ratio is 1 and TRL's losses
-            differ in their divisor alone: ``grpo`` and ``sapo`` average the tokens of a response,
-            the others add up all tokens. Of these some divide by a constant and some by the number
-            of tokens in the batch, which would couple the users: here it is a constant for all,
-            which the clip norm absorbs.
-        scale_rewards: ``group`` or True divides advantages by the spread of a prompt's rewards;
-            ``none`` or False does not.
-
-    Raises:
-        DprlhfError: There is no such loss, or rewards would be divided by the spread of the whole
-            batch, which would couple the users.
-    """
+    """Return the section ``update`` that stands for two settings of TRL's ``GRPOConfig``."""
     scaled = _is_scaled(scale_rewards)
+    # A step is on-policy, where the importance ratio is 1 and TRL's losses differ in their divisor
+    # alone. Some divide by the number of tokens in the batch, which would couple the users: here
+    # that is a constant, which the clip norm absorbs.
     if loss_type in _BY_TOKEN:
         return {"name": "pg", "baseline": "group" if scaled else "loo"}
     if loss_type in _BY_RESPONSE:

@@ -27,18 +27,13 @@ Score = tuple[float, ...] | None
 
 @dataclass(frozen=True)
 class CheckedBatch:
-    """Rows under test: a unit is one row, or a user's rows for a reward declared per-user.
-
-    Attributes:
-        units: The row numbers of each unit, ``[units][rows of it]``.
-        state: The ``trainer_state`` that the reward is called with.
-    """
+    """Rows under test: a unit is one row, or a user's rows for a reward declared per-user."""
 
     reward: LoadedReward
     rows: RewardRows
-    units: list[list[int]]
+    units: list[list[int]]  # The row numbers of each unit, [units][rows of it]
     users: int
-    state: RoundState
+    state: RoundState  # The trainer_state that the reward is called with
 
     @classmethod
     def of(

@@ -40,16 +40,6 @@ def load_reward(
 ) -> LoadedReward:
     """Load a reward by its name or settings, or wrap one that is already in memory.
 
-    Args:
-        spec: Settings of the reward, a callable, a name, a sequence classifier, a pair with a
-            weight, or a :class:`LoadedReward`, as
-            :mod:`dprlhf.data.reward_arguments` takes them; without a weight it is 1.
-        tokenizer: Tokenizer of a classifier; None takes the one beside the model's weights.
-
-    Raises:
-        DprlhfError: There is not one reward, or a source cannot be found, exits, or is not a
-            callable. Nothing private exists at this point, so messages may quote exceptions.
-
     >>> def shouting(completions):
     ...     return [float(text.isupper()) for text in completions]
     >>> load_reward(shouting).name
@@ -57,7 +47,7 @@ def load_reward(
     >>> load_reward((shouting, 0.5)).weight
     0.5
     """
-    from dprlhf.data.reward_arguments import given_rewards
+    from dprlhf.data.reward_arguments import given_rewards  # which says what it may be
 
     found = given_rewards(spec, tokenizers=tokenizer)
     if len(found) != 1:

@@ -23,12 +23,7 @@ _TEXT.maxstring = _TEXT.maxother = 1_000
 
 
 class CallLog:
-    """Takes what one call of a reward logs.
-
-    Attributes:
-        extra: Values of each column, ``[rows]``.
-        problem: What was wrong with the first call of a logging function that was; "" if nothing.
-    """
+    """Takes what one call of a reward logs."""
 
     def __init__(self, rows: int) -> None:
         self.metrics: list[tuple[str, float]] = []
@@ -62,23 +57,16 @@ class CallLog:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Logged:
-    """What the rewards logged about some private rows.
+    """What the rewards logged about some private rows."""
 
-    Attributes:
-        metrics: Each metric's mean over the calls that logged it.
-        extra: The values of each column, ``[rows]``; None where none was logged.
-    """
-
+    # Each metric's mean over the calls that logged it
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # The values of each column, [rows]; None where none was logged
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def gathered(calls: Iterable[tuple[CallLog, Sequence[int]]], rows: int) -> Logged:
-    """Put together what several calls logged.
-
-    Args:
-        calls: The log of each call, with the numbers of its rows.
-    """
+    """Put together what several calls logged."""
     metrics: dict[str, list[float]] = {}
     extra: dict[str, list[Any]] = {}
     for log, numbers in calls:

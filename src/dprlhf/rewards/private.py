@@ -19,11 +19,7 @@ def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scor
 
 
 def score_responses(scorer: Scorer, responses: Responses, *, private: bool = False) -> Scores:
-    """Return the scores of all responses, ``[rows]``.
-
-    Args:
-        private: Whether the responses belong to private users, as in :meth:`Scorer.score`.
-    """
+    """Return the scores of all responses, ``[rows]``."""
     rows = rows_to_score(responses)
     scores = scorer.score(
         rows.prompts,

@@ -37,17 +37,13 @@ class RoundState:
     """TRL's ``trainer_state``, with what is public of it: a round is a step.
 
     Frozen, so that a reward cannot carry anything in it from one call to the next.
-
-    Attributes:
-        global_step: Number of finished rounds: 0 in the first round, and ``max_steps`` in every
-            evaluation, so that those before and after the run measure the same.
-        max_steps: Number of rounds T of the run.
-        num_train_epochs: Number of rounds that each user takes part in.
     """
 
+    # Number of finished rounds: 0 in the first round, and max_steps in every evaluation, so that
+    # those before and after the run measure the same
     global_step: int = 0
-    max_steps: int = 1
-    num_train_epochs: int = 1
+    max_steps: int = 1  # Number of rounds T of the run
+    num_train_epochs: int = 1  # Number of rounds that each user takes part in
 
     @property
     def epoch(self) -> float:
@@ -75,24 +71,18 @@ BY_PLACE = "dprlhf_by_place"
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward callable with its settings.
-
-    Attributes:
-        function: Callable with TRL's reward signature.
-        times_column: Column of the dataset by whose value each answer is multiplied; None for none.
-        per_user: Whether the reward must be called once per user.
-        by_turn: Whether an answer may be a list with a score for each turn of the policy.
-        checked_rows: The most rows of several private users in one call; a call has 1, 2, 4, … of
-            them, sizes at which :func:`~dprlhf.rewards.check_reward` found every row's score to be
-            the same as alone. 0, without a check, calls it for one private user at a time.
-    """
+    """A reward callable with its settings."""
 
     function: RewardFunction
     name: str
     weight: float = 1.0
-    per_user: bool = False
+    per_user: bool = False  # Whether the reward must be called once per user
+    # The most rows of several private users in one call; a call has 1, 2, 4, … of them, sizes at
+    # which check_reward() found every row's score to be the same as alone. 0 is one user at a time.
     checked_rows: int = 0
+    # Column of the dataset by whose value each answer is multiplied; None for none
     times_column: str | None = None
+    # Whether an answer may be a list with a score for each turn of the policy
     by_turn: bool = False
 
     @property
@@ -138,24 +128,14 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RewardRows:
-    """Completions to score, each with its prompt, token ids and dataset columns.
+    """Completions to score, each with its prompt, token ids and dataset columns."""
 
-    Attributes:
-        prompts: Texts or lists of messages, ``[rows]``.
-        completions: Texts or lists of messages, ``[rows]``.
-        completion_ids: Token ids, ``[rows][tokens]``.
-        columns: Dataset columns by name, each ``[rows]``.
-        turns: Number of turns of the policy in each completion, ``[rows]``; by default that of its
-            messages of an assistant, and 1 for a text.
-        places: The place of each row in its round, ``[rows]``; by default one after the other.
-    """
-
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
-    turns: Sequence[int] = ()
-    places: Sequence[int] = ()
+    prompts: Sequence[Any]  # Texts or lists of messages, [rows]
+    completions: Sequence[Any]  # Texts or lists of messages, [rows]
+    completion_ids: Sequence[Sequence[int]]  # Token ids, [rows][tokens]
+    columns: Mapping[str, Sequence[Any]]  # Dataset columns by name, each [rows]
+    turns: Sequence[int] = ()  # Number of turns of the policy in each completion, [rows]
+    places: Sequence[int] = ()  # The place of each row in its round, [rows]
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -196,14 +176,10 @@ def _turns(completion: Any) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``.
-
-    Attributes:
-        message: The text of an exception, which may quote a user.
-    """
+    """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``."""
 
     kind: str
-    message: str = field(default="", compare=False, repr=False)
+    message: str = field(default="", compare=False, repr=False)  # The text of an exception
 
 
 def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
@@ -276,12 +252,8 @@ def call_reward(
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 
     With a ``times_column`` the answers are multiplied by that column's values, each row by its own;
-    then they are parsed, and a row whose value is no finite number has a :class:`Failure`.
-
-    Raises:
-        KeyError: the rows lack the ``times_column``.
-        AnswerError: the answer is not a list, tuple or array with one value per row.
-        BaseException: whatever the reward raises.
+    then they are parsed, and a row whose value is no finite number has a :class:`Failure`. Whatever
+    the reward raises is passed on; KeyError also where the rows lack that column.
     """
     takes, _ = keywords_of(reward.function)
     keywords = keywords_for(rows, state, log)

@@ -33,29 +33,18 @@ from dprlhf.rewards.reward import (
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Scores:
-    """Bounded scores of private completions: private values, without a repr.
+    """Bounded scores of private completions: private values, without a repr."""
 
-    Attributes:
-        values: Scores in [−R, R], ``[rows]``, float64; 0.0 where not valid. With rewards by turn,
-            the sum over a trajectory's turns.
-        valid: Whether each row has a score, ``[rows]``, bool.
-        failures: Number of rows by kind of failure (``"nan"``, ``"ValueError"``, …). It is computed
-            from users, so it is for ``secret/`` only.
-        logged: What the rewards logged about private rows, for ``secret/`` only; of public rows it
-            is dropped.
-        returns: With rewards by turn the return-to-go of each turn, the sum of the scores from that
-            turn on, in [−R, R], ``[rows, turns]``; None without. A trajectory that ended before a
-            turn has the return of its last one there, so that with a score for whole trajectories
-            alone every turn has the same return.
-        problem: The first error of a reward, or else the kinds of failures; for ``secret/`` only.
-    """
-
-    values: NDArray[np.float64]
-    valid: NDArray[np.bool_]
-    failures: Mapping[str, int]
+    values: NDArray[np.float64]  # Scores in [−R, R], [rows], 0.0 where not valid
+    valid: NDArray[np.bool_]  # Whether each row has a score, [rows], bool
+    failures: Mapping[str, int]  # Rows by kind of failure ("nan", …): of users, for secret/ only
+    # What the rewards logged about private rows, for secret/ only; of public rows it is dropped
     logged: Logged = field(default_factory=Logged)
+    # With rewards by turn the return-to-go of each turn, in [−R, R], [rows, turns]. A trajectory
+    # that ended before a turn has the return of its last one there, so that with a score for whole
+    # trajectories alone every turn has the same return.
     returns: NDArray[np.float64] | None = None
-    problem: str = ""
+    problem: str = ""  # The first error, or else the kinds of failures; for secret/ only
 
     def take(self, rows: NDArray[np.int64]) -> Scores:
         """Return the scores of these rows, in this order, without what was logged."""
@@ -95,10 +84,6 @@ class Scorer:
     are. A reward is trusted code all the same: it can write files and open connections.
 
     Asynchronous rewards run side by side, as in TRL; the calls of one reward run one after another.
-
-    Attributes:
-        bound: Bound R on the score.
-        state: The ``trainer_state`` that rewards get; the run sets it before each round.
     """
 
     def __init__(
@@ -109,15 +94,7 @@ class Scorer:
         sink: SecretSink | None = None,
         state: RoundState | None = None,
     ) -> None:
-        """Combine ``rewards`` with their weights.
-
-        Args:
-            sink: Receiver of the text captured during :meth:`score`.
-
-        Raises:
-            DprlhfError: no reward, a weight that is not finite, or a bound that is not positive
-                and finite.
-        """
+        """Combine ``rewards`` with their weights."""
         self.rewards = tuple(as_reward(reward) for reward in rewards)
         self.bound = float(bound)
         self.state = state or RoundState()
@@ -132,34 +109,20 @@ class Scorer:
 
     def score(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-        users: Sequence[Any] | NDArray[Any],
+        prompts: Sequence[Any],  # Texts or lists of messages {"role", "content"}, [rows]
+        completions: Sequence[Any],  # Texts or lists of messages, [rows]
+        completion_ids: Sequence[Sequence[int]],  # Token ids, [rows][tokens]
+        columns: Mapping[str, Sequence[Any]],  # Dataset columns by name, each [rows]
+        users: Sequence[Any] | NDArray[Any],  # User id of each row, any hashable, [rows]
         *,
-        turns: Sequence[int] = (),
+        turns: Sequence[int] = (),  # Number of turns of the policy in each completion, [rows]
         places: Sequence[int] = (),
         private: bool = False,
     ) -> Scores:
-        """Score completions.
+        """Score completions, ``[rows]``.
 
-        Args:
-            prompts: Texts or lists of messages ``{"role", "content"}``, ``[rows]``.
-            completions: Texts or lists of messages, ``[rows]``.
-            completion_ids: Token ids, ``[rows][tokens]``.
-            columns: Dataset columns by name, each ``[rows]``; a reward without ``**kwargs`` gets
-                only those that it names.
-            users: User id of each row, any hashable, ``[rows]``.
-            turns: Number of turns of the policy in each completion, ``[rows]``; by default that of
-                its messages of an assistant. Only rewards by turn use it.
-            places: The place of each row in its round, ``[rows]``, for rewards by place.
-            private: Whether a reward that exits or raises ``KeyboardInterrupt`` fails like any
-                other, so that no user's text can end the run. Signals are held back during a round
-                by :class:`~dprlhf.training.interrupt.Interruptible`.
-
-        Returns:
-            Private scores, ``[rows]``.
+        Where they are private, a reward that exits or raises ``KeyboardInterrupt`` fails like any
+        other, so that no user's text can end the run. Signals are held back during a round.
         """
         rows = RewardRows(prompts, completions, completion_ids, columns, turns, places)
         if len(users) != len(rows):
@@ -273,11 +236,6 @@ class _Answers:
 
 def returns_to_go(scores: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the sum of each row's scores from every turn on, ``[rows, turns]``.
-
-    Args:
-        scores: The score of each turn, ``[rows, turns]``; 0 behind a row's last turn.
-        counts: The number of turns of each row, ``[rows]``; behind the last, its return is
-            repeated.
 
     >>> returns_to_go(np.array([[1.0, 2.0, 3.0], [1.0, 2.0, 0.0]]), np.array([3, 2]))
     array([[6., 5., 3.],

@@ -15,24 +15,17 @@ _MOSTLY = 0.9
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """The weighted sum of the rewards on some public responses, clipped to ±R: public values.
-
-    Attributes:
-        mean: Mean of the clipped sums; a row to which no reward applies counts as 0, as in
-            training.
-        clipped: Share of responses whose sum is outside ±R.
-        rounded: Largest change of a score with its batch, by reward; only rewards that change.
-        checked_rows: The most rows of several users in a call, by reward.
-        unchecked: Why a reward could not be checked, by reward; only rewards that were not.
-    """
+    """The weighted sum of the rewards on some public responses, clipped to ±R: public values."""
 
     responses: int
-    mean: float
+    mean: float  # Mean of the clipped sums
     std: float
-    clipped: float
+    clipped: float  # Share of responses whose sum is outside ±R
     bound: float
-    rounded: dict[str, float]
+    rounded: dict[str, float]  # Largest change of a score with its batch, by reward
+    # The most rows of several users in a call, by reward
     checked_rows: dict[str, int] = field(default_factory=dict)
+    # Why a reward could not be checked, by reward; only rewards that were not
     unchecked: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -70,11 +63,7 @@ def summarize_rewards(
     bound: float,
     unchecked: dict[str, str] | None = None,
 ) -> RewardSummary:
-    """Summarize the weighted sum of the rewards from their contract checks on the same rows.
-
-    Args:
-        reports: The report of :func:`~dprlhf.rewards.check_reward` for each reward.
-    """
+    """Summarize the weighted sum of the rewards from their contract checks on the same rows."""
     unchecked = unchecked or {}
     if not reports:
         return RewardSummary(0, 0.0, 0.0, 0.0, bound, {}, unchecked=unchecked)

@@ -42,16 +42,9 @@ def reserve(
 ) -> budget.Reservation | None:
     """Reserve a run's whole planned cost for each of its users; None without a budget book.
 
-    A resumed run finds the reservation that it has and pays nothing.
-
-    Args:
-        earlier: Runs that the recipe names; those which the book does not know are written down
-            in it for these users, unless they are declared to have other users.
-        commit: Write the reservation; False only asks whether it would be refused.
-
-    Raises:
-        DprlhfError: A user would exceed a budget, the run has no privacy, the book cannot be used,
-            or it is not the one that the run's ledger names.
+    A resumed run finds the reservation that it has and pays nothing. Earlier runs that the book
+    does not know are written down in it for these users, unless they are declared to have others.
+    Without ``commit`` the book is only asked whether it would refuse.
     """
     name = budget.book_name(recipe.privacy.book)
     own = list(_marks([folder.path])) if folder is not None else []
@@ -98,12 +91,7 @@ def reserve(
 
 
 def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
-    """Tell the budget book how far a run's ledger has got, when it is resumed and when it ends.
-
-    Raises:
-        DprlhfError: The run has gone on from another copy of its folder, or the book cannot be
-            used.
-    """
+    """Tell the budget book how far a run's ledger has got, when it is resumed and when it ends."""
     run = ledger.entries[0].body["key_commitment"]
     book = budget.book_name(recipe.privacy.book)
     if book is not None:
@@ -111,14 +99,7 @@ def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
 
 
 def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Reservation:
-    """Make the users of a recipe's data known to a budget book before their first run.
-
-    Args:
-        recipe: The recipe, whose data and user column count.
-
-    Raises:
-        DprlhfError: The data or the book cannot be read, or a user has spent too much already.
-    """
+    """Make the users of a recipe's data known to a budget book before their first run."""
     rows = rows_of(recipe.data, None)
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     book = budget.Book(name)

@@ -176,11 +176,7 @@ def _rewrite(folder: RunFolder, card: dict[str, Any]) -> None:
 
 
 def carried_with(card: dict[str, Any], records: Sequence[Record]) -> Carried:
-    """Return the record that travels with the weights: the guarantee, and the terms of all runs.
-
-    Args:
-        records: The run's own terms, then those of the runs before it.
-    """
+    """Return the record that travels with the weights: the guarantee, and the terms of all runs."""
     return {"statement": guarantee_sentence(card), "runs": [asdict(r) for r in records]}
 
 

@@ -42,11 +42,7 @@ def save_checkpoint(
     others: Mapping[str, Stateful] | None = None,
     carried: Carried | None = None,
 ) -> None:
-    """Replace the run's checkpoint by the state after round t, atomically.
-
-    Args:
-        others: Further parts of the run by name; each gets a file ``NAME.safetensors``.
-    """
+    """Replace the run's checkpoint by the state after round t, atomically."""
     moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
         told = metadata(carried) if carried is not None else None
@@ -72,11 +68,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     others: Mapping[str, Stateful] | None = None,
 ) -> int:
-    """Load the last checkpoint into the parts of a run; return its round, 0 without one.
-
-    Raises:
-        DprlhfError: The checkpoint is damaged, or the policy's base model is not the run's.
-    """
+    """Load the last checkpoint into the parts of a run; return its round, 0 without one."""
     source = last_checkpoint(folder)
     if source is None:
         return 0
@@ -97,11 +89,7 @@ def load_checkpoint(
 
 
 def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
-    """Load the policy that the run would leave now.
-
-    Args:
-        checkpoint: The checkpoint's folder, from :func:`last_checkpoint`.
-    """
+    """Load the policy that the run would leave now."""
     policy.load_state(load_file(checkpoint / "policy.safetensors"))
     state = json.loads((checkpoint / "state.json").read_text("utf-8"))
     check_frozen(policy.model, state, tolerance=1e-2)  # it may be loaded in another number format
@@ -129,16 +117,7 @@ def frozen_sums(model: torch.nn.Module) -> dict[str, float]:
 
 
 def check_frozen(model: torch.nn.Module, state: Mapping[str, Any], *, tolerance: float) -> None:
-    """Check that a model's frozen weights are those of the run that wrote a checkpoint.
-
-    Args:
-        model: The model with the checkpoint's adapter loaded, its frozen parts included.
-        state: Content of ``state.json``.
-        tolerance: Largest difference of two sums, absolute and relative to them.
-
-    Raises:
-        DprlhfError: They are not: the adapter would go on, without a word, on another base model.
-    """
+    """Check that a model's frozen weights are those of the run that wrote a checkpoint."""
     found, held = frozen_sums(model), state["frozen"]
     both = found.keys() & held.keys()  # sharded weights are in neither
     if (found and held and not both) or not all(

@@ -24,14 +24,8 @@ def check_one_continuation(named: Iterable[tuple[Path, str]]) -> None:
     """Check that no two of some folders are copies of one run that were both run on.
 
     They have one key and one record, and would count once, but the rounds that both ran released
-    twice about their users (docs/proofs/resume.md). A copy that only lags behind is the same run.
-
-    Args:
-        named: Run folders, or what is in them, each with the run (by commitment). A model elsewhere
-            does not tell which copy it is from, and is not compared.
-
-    Raises:
-        DprlhfError: Neither ledger's charges are the beginning of the other's.
+    twice about their users (docs/proofs/resume.md). A copy that only lags behind is the same run. A
+    model elsewhere does not tell which copy it is from, and is not compared.
     """
     seen: dict[str, list[tuple[Path, list[str]]]] = {}
     for path, run in named:
@@ -55,13 +49,7 @@ def check_one_continuation(named: Iterable[tuple[Path, str]]) -> None:
 
 
 def users_of(path: Path, run: str, beside: Path | None = None) -> NDArray[np.uint64] | None:
-    """Return the hashes of a run's users; None where its folder is not at hand.
-
-    Args:
-        path: The run folder; or a model that the run left, whose folder is looked for above the
-            model, beside it, and in ``beside``.
-        beside: Another folder of run folders.
-    """
+    """Return the hashes of a run's users; None where its folder is not at hand."""
     above = path.resolve().parents
     near = [path, *above, *above[0].glob("*"), *(beside.glob("*") if beside else ())]
     held = (f.identities for f in _folders(run, near) if os.access(f.identities, os.R_OK))
@@ -87,11 +75,7 @@ def _folders(run: str, places: Iterable[Path]) -> Iterator[RunFolder]:
 
 
 def check_apart(named: Iterable[tuple[Path, str]]) -> None:
-    """Check that runs which are declared disjoint share no user; a line says what is not compared.
-
-    Args:
-        named: Run folders, or models that runs left, each with the run (by commitment).
-    """
+    """Check that runs declared disjoint share no user; a line says what is not compared."""
     read: list[tuple[Path, NDArray[np.uint64]]] = []
     for path, run in named:
         users = users_of(path, run)

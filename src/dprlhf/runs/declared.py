@@ -37,28 +37,17 @@ def declare(
     history: History,
     *,
     delta: float,
-    unit: str | None = None,
+    unit: str | None = None,  # The column whose values were protected; None where each row was
     sampling: Sampling = "poisson",
     program: str = "opacus",
 ) -> Epsilon:
     """Write what private training by another program released beside the weights that it left.
 
-    Nothing here can check the declaration. ε is computed from the terms, as for a run.
-
-    Args:
-        folder: The model, as ``save_pretrained`` writes it.
-        history: Noise multiplier, sampling rate and steps, as in Opacus's ``accountant.history``.
-        delta: δ at which ε is stated.
-        unit: The column whose values were protected; None where each row was, as in Opacus.
-        sampling: ``poisson`` where each row joined each step independently (Opacus's
-            ``poisson_sampling=True``). ``shuffled`` where it was in one batch of each pass: its
-            steps then count in full, because no theorem covers the shuffling.
-
-    Returns:
-        ε of the declared training alone.
-
-    Raises:
-        DprlhfError: The folder holds no model or has a record already, or a term is out of range.
+    Nothing here can check the declaration. ε, which is returned, is that of the terms, as for a
+    run. ``history`` has noise multiplier, sampling rate and steps of each part, as Opacus's
+    ``accountant.history`` does. ``sampling`` is ``poisson`` where each row joined each step
+    independently; a row that was in one batch of each pass (``shuffled``) counts in full in that
+    many steps, because no theorem covers the shuffling.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():

@@ -29,44 +29,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Record:
-    """The privacy terms of an earlier run, from its ledger.
+    """The privacy terms of an earlier run, from its ledger."""
 
-    Attributes:
-        run: Commitment to the run's key, which identifies the run.
-        stage: Kind of run: ``sft``, ``reward``, ``dpo``, ``feedback``, or ``rl`` for private
-            updates.
-        unit: The column that names the user; None where each row is a user.
-        delta: The δ that it was planned at.
-        mechanism: Fields of its :class:`~dprlhf.privacy.accounting.Mechanism`; a noise multiplier
-            of 0 is a run without privacy.
-        disjoint: The runs (by commitment) that it was declared to have no user in common with.
-        tuning_runs: Number of runs with the same terms on its users that chose its settings.
-    """
-
-    run: str
+    run: str  # Commitment to the run's key, which identifies the run
     name: str
-    stage: str
-    unit: str | None
-    delta: float
-    mechanism: dict[str, Any]
-    disjoint: list[str]
-    tuning_runs: int = 0
+    stage: str  # Kind of run: sft, reward, dpo, feedback, or rl for private updates
+    unit: str | None  # The column that names the user; None where each row is a user
+    delta: float  # The δ that it was planned at
+    mechanism: dict[str, Any]  # Fields of its :class:`~dprlhf.privacy.accounting.Mechanism`
+    disjoint: list[str]  # Commitments of the runs that it was declared to share no user with
+    tuning_runs: int = 0  # Number of runs with the same terms on its users that chose its settings
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The earlier runs whose privacy cost counts towards a run's total.
+    """The earlier runs whose privacy cost counts towards a run's total."""
 
-    Attributes:
-        records: The runs that the recipe names, and the runs before them.
-        disjoint: The runs (by commitment) that this one is declared to share no user with.
-        tuning_runs: Number of runs with this one's terms on its users that chose its settings.
-        uncompared: Those of ``disjoint`` whose users' hashes are not at hand.
-    """
-
+    # The runs that the recipe names, and the runs before them
     records: list[Record] = field(default_factory=list)
-    disjoint: list[str] = field(default_factory=list)
+    disjoint: list[str] = field(default_factory=list)  # Runs declared to share no user with this
+    # Number of runs with this one's terms on its users that chose its settings
     tuning_runs: int = 0
+    # Those of disjoint whose users' hashes are not at hand
     uncompared: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -82,13 +66,7 @@ class Earlier:
 
 
 def read_earlier(recipe: AnyRecipe) -> Earlier:
-    """Read the runs that a recipe names under ``previous``, and those that they name.
-
-    Raises:
-        DprlhfError: A run cannot be read, protects another unit, or has no privacy while this one
-            asks for some; two are continuations of one folder; or the recipe's models come from a
-            private run that it does not name.
-    """
+    """Read the runs that a recipe names under ``previous``, and those that they name."""
     found: dict[str, Record] = {}
     said: dict[str, set[str]] = {}
     read = [records_of(Path(previous.run)) for previous in recipe.previous]
@@ -120,15 +98,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
 
 
 def records_of(run: Path) -> list[Record]:
-    """Return the record of a run, and of all runs that came before it.
-
-    Args:
-        run: The run folder, whose ledger is read; or a model that the run left, in a folder or on
-            the hub, which carries the same record (:mod:`dprlhf.runs.lineage`).
-
-    Raises:
-        DprlhfError: This is neither, or the ledger or the record was altered or is empty.
-    """
+    """Return the record of a run, and of all runs that came before it."""
     folder = RunFolder(run)
     if not folder.recipe.is_file() or not folder.ledger.is_file():
         carried = carried_by(str(run), fetch=True)
@@ -230,9 +200,8 @@ def total(plan: Plan, earlier: Earlier) -> Epsilon:
 def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
     """Return the total ε of several runs; infinite if one of them has no privacy.
 
-    Args:
-        records: The runs' terms; two may share users unless one declares the other disjoint.
-        delta: The δ of the total; None takes the largest of the runs' own.
+    Two runs may share users unless one declares the other disjoint. Without a δ it is the largest
+    of the runs' own.
     """
     delta = max(r.delta for r in records) if delta is None else delta
     if any(not r.mechanism["noise_multiplier"] for r in records):
@@ -281,13 +250,7 @@ def total_of_runs(
 ) -> tuple[list[Record], Epsilon]:
     """Return the records of several runs and of their earlier runs, and the total ε.
 
-    Args:
-        disjoint: Whether the caller declares that no two of the named runs share a user.
-        delta: The δ of the total; None takes the largest of the runs' own.
-
-    Raises:
-        DprlhfError: A run cannot be read, the runs protect different units or neighbours, two that
-            are declared disjoint share a user, or two are continuations of one folder.
+    ``disjoint`` is the caller's declaration that no two of the named runs share a user.
     """
     from dprlhf.runs.comparing import check_apart, check_one_continuation
 
@@ -322,11 +285,6 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
     """Check that the recipe accounts for every private run that tuned one of its models.
 
     Called before the models are loaded, and again when those from the hub are on this machine.
-
-    Raises:
-        DprlhfError: A model comes from another private run, or is an adapter: of a private run, or
-            what this run would train on top of. An adapter need not carry a record: PEFT's own
-            ``save_pretrained`` writes none.
     """
     named = set(named)
     for source in recipe.sources:
@@ -341,6 +299,7 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
                 f" previous: [{{run: {model}}}])"
             )
         trained = key.split(".")[0] == "policy"
+        # An adapter need not carry a record: PEFT's own save_pretrained writes none.
         if (runs or trained) and is_adapter(model, source.revision):
             raise DprlhfError(
                 f"{key} {model!r} is an adapter: name the whole model that dprlhf merge (or the"
@@ -352,15 +311,7 @@ def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
 def check_lineage_of_objects(
     models: Mapping[str, Any], named: Collection[str], own: str | None = None
 ) -> None:
-    """Check that every private run that tuned a model which a program passes is accounted for.
-
-    Args:
-        models: Models in memory, such as transformers makes them, by the argument's name.
-        own: The run (by commitment) that is continued or merged; None for a new one.
-
-    Raises:
-        DprlhfError: A model comes from another private run, or holds updates of the run itself.
-    """
+    """Check that every private run that tuned a model which a program passes is accounted for."""
     for key, model in models.items():
         tuned_by = runs_of_object(model)
         if own in tuned_by:
@@ -398,10 +349,5 @@ def runs_of_object(model: Any) -> set[str]:
 
 
 def runs_of_model(model: str, revision: str | None = None) -> set[str]:
-    """Return the runs (by commitment) that tuned a model, as its record says.
-
-    Args:
-        model: A folder, or a hub id, of which only what is on this machine is read.
-        revision: Branch, tag or commit of a hub id; None for its main branch.
-    """
+    """Return the runs (by commitment) that tuned a model, as its record says."""
     return {carried["runs"][0]["run"] for carried in carried_by(model, revision)}

@@ -34,11 +34,7 @@ the runs before it, each as :class:`dprlhf.runs.earlier.Record` has them."""
 
 
 def attach(folder: Path, carried: Carried) -> None:
-    """Write a record into a folder of weights, wherever it can be.
-
-    Args:
-        folder: A folder that ``save_pretrained`` has written, with or without a model card.
-    """
+    """Write a record into a folder of weights, wherever it can be."""
     (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n", encoding="utf-8")
     config, card = folder / "config.json", folder / "README.md"
     if config.is_file():
@@ -64,9 +60,6 @@ def mark(model: Any, carried: Carried) -> None:
     """Write a record into the config of a model in memory.
 
     It stays there through ``merge_and_unload`` and ``save_pretrained``.
-
-    Args:
-        model: A transformers model, or anything else, which is left as it is.
     """
     if getattr(model, "config", None) is not None:
         setattr(model.config, KEY, carried)
@@ -84,13 +77,7 @@ def in_card(card: str, carried: Carried) -> str:
 
 
 def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) -> list[Carried]:
-    """Return the records that a model carries, each once; none for one that dprlhf did not write.
-
-    Args:
-        model: A folder, or an id on the Hugging Face hub.
-        revision: Branch, tag or commit of a hub id; None for its main branch.
-        fetch: Whether to ask the hub for files that are not on this machine yet.
-    """
+    """Return the records that a model carries, each once; none for one of another program."""
     found: list[Carried] = []
     for text in _texts(model, revision, fetch):
         try:

@@ -25,13 +25,7 @@ def run_missing(
     label: str = "",
     quiet: bool = False,
 ) -> dict[Path, Any]:
-    """Run every job whose file is missing, and return the content of all finished files.
-
-    Args:
-        work: Function that measures; a job's arguments give what can be written as JSON. With
-            several processes it has to be a function of a module.
-        jobs: The arguments of each job by the file that keeps its result, the most wanted first.
-    """
+    """Run every job whose file is missing, and return the content of all finished files."""
     done = {file: json.loads(file.read_text("utf-8")) for file in jobs if file.exists()}
     missing = {} if write_only else {f: given for f, given in jobs.items() if f not in done}
     with tqdm(total=len(jobs), initial=len(done), desc=label, disable=quiet, unit="run") as bar:

@@ -58,19 +58,13 @@ def command() -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """One measured figure.
-
-    Attributes:
-        unit: Unit of the value, ``"1"`` for a ratio.
-        goal: The goal in words; an empty string without one.
-        holds: Whether the goal was met; None without a goal.
-    """
+    """One measured figure."""
 
     name: str
     value: float
-    unit: str
-    goal: str = ""
-    holds: bool | None = None
+    unit: str  # Unit of the value, "1" for a ratio
+    goal: str = ""  # The goal in words; an empty string without one
+    holds: bool | None = None  # Whether the goal was met; None without a goal
     command: str = field(default_factory=command)
     machine: str = field(default_factory=machine)
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())

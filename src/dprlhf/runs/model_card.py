@@ -27,11 +27,7 @@ ABOUT_RESPONSES = (
 
 
 def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False) -> str:
-    """Return the model's README with the standard metadata and a privacy section.
-
-    Args:
-        merged: Whether the card is for whole weights, not for the adapter.
-    """
+    """Return the model's README with the standard metadata and a privacy section."""
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
     trained = recipe.trained

@@ -57,12 +57,7 @@ _OTHER_USERS = "the users are not the ones that this run started with"
 def open_ledger(
     recipe: AnyRecipe, plan: Plan, folder: RunFolder, key: bytes, users: Users, earlier: Earlier
 ) -> Ledger:
-    """Open the ledger of a new run or of one that is continued.
-
-    Raises:
-        DprlhfError: The users are not those that the run started with, its earlier charges are no
-            longer known, or the ledger opened with other terms.
-    """
+    """Open the ledger of a new run or of one that is continued."""
     # The digest of the data stays in secret/: published, it would confirm a guess at the data.
     digest_file = folder.secret / "data-digest"
     digest = open_private(users.digest())
@@ -95,11 +90,7 @@ def open_ledger(
 
 
 def present(folder: RunFolder, users: Users) -> Users:
-    """Return a run's users without those who have withdrawn.
-
-    Args:
-        users: Those of its data, from which rows of withdrawn users may have been deleted.
-    """
+    """Return a run's users without those who have withdrawn."""
     held = _withdrawn(folder)
     if not held["users"]:
         return users
@@ -114,12 +105,7 @@ def present(folder: RunFolder, users: Users) -> Users:
 
 
 def withdraw(folder: RunFolder, recipe: AnyRecipe, users: Users, names: Sequence[str]) -> int:
-    """Leave users out of the rest of a run, and return how many have withdrawn so far.
-
-    Args:
-        folder: The run folder, of a run that is stopped.
-        names: As for :meth:`dprlhf.data.users.Users.numbers_of`.
-    """
+    """Leave users out of the rest of a run, and return how many have withdrawn so far."""
     digest_file, digest = folder.secret / "data-digest", open_private(users.digest())
     if digest != digest_file.read_text("utf-8"):
         raise DprlhfError(f"data {recipe.data.path!r}: {_OTHER_USERS}")
@@ -196,15 +182,7 @@ def recipe_digest(recipe: AnyRecipe) -> str:
 def check_disjoint(recipe: AnyRecipe, users: Users, beside: Path | None = None) -> list[str]:
     """Check that runs declared disjoint have no user of the same name or with the same row.
 
-    Args:
-        beside: The folder that holds the run's own, where folders of earlier runs may be, too.
-
-    Returns:
-        The runs (by commitment) of which this is declared alone: their folders are not at hand, and
-        with them the hashes of their users. A line says so.
-
-    Raises:
-        DprlhfError: Two runs overlap. The message names the runs, not the users.
+    Of the runs that are returned this is declared alone: the hashes of their users are not at hand.
     """
     declared = [p.run for p in recipe.previous if p.users == "disjoint"]
     if not declared:
@@ -234,9 +212,6 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
     They are in the same parent folder, and not among those under ``previous`` or before these.
 
     The answer depends on the users, so it is for ``secret/`` and a terminal, never for a log.
-
-    Args:
-        earlier: The earlier runs that the recipe names, whose cost the total counts.
     """
     runs = runs_beside(folder, earlier)
     if not runs:
@@ -269,9 +244,6 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
     """Return lines with the number of rows that a run leaves out, cannot read, or cuts.
 
     The numbers depend on the users, so they are for ``secret/`` and a terminal, never for a log.
-
-    Args:
-        cut: Tells which prompts have more tokens than are used, as ``Users.left_out`` takes it.
     """
     found = open_private(users.left_out(cut))
     meaning = {
@@ -292,7 +264,7 @@ def check_public(
     recipe: AnyRecipe,
     users: Users,
     public: Users | None,
-    guides: Guides | None = None,
+    guides: Guides | None = None,  # The rows to which update.subspace is fitted; None without one
     *,
     probed: int | None = 0,
 ) -> None:
@@ -300,16 +272,8 @@ def check_public(
 
     Rows are the same if their texts are (with the completions, in a supervised stage), and also if
     they name the same user in ``data.user_column``. One bit about the users is shown: whether the
-    run is refused. ``evaluation.declared_public`` skips the check of its rows, unless they are the
-    users' rows as a whole: no declaration makes those public.
-
-    Args:
-        guides: The rows to which ``update.subspace`` is fitted; None without one.
-        probed: Number of rows after those of the evaluation by which settings are chosen; None for
-            all of them.
-
-    Raises:
-        DprlhfError: Some row is. The message does not say which, or how many.
+    run is refused, not for which row or how many. ``evaluation.declared_public`` skips the check of
+    its rows, unless they are the users' rows as a whole: no declaration makes those public.
     """
     column = recipe.data.user_column
     shown: dict[str, Private[dict[str, NDArray[np.uint64]]]] = {}

@@ -45,9 +45,6 @@ def tracked(
     """Yield a callback for TensorBoard; the others get all rounds when the block ends.
 
     A tracker that fails is reported once and then ignored: it never stops a run.
-
-    Args:
-        folder: The run's folder; its name is the trackers' run name.
     """
     live = [n for n in spec.report_to if n == "tensorboard"]
     trackers = [_Tracker(name, folder, config) for name in live]

@@ -91,15 +91,10 @@ def load_parts(
     processes: Processes,
     *,
     quiet: bool,
-    folder: RunFolder | None = None,
+    folder: RunFolder | None = None,  # The run folder, new or to be continued; None for a dry run
     counted: bool = True,
 ) -> tuple[Stage, PreparedRun]:
-    """Load and check everything that a recipe names, and settle what it leaves open.
-
-    Args:
-        folder: The run folder, new or to be continued; None for a dry run.
-        counted: Ask the budget book, if there is one, whether it would refuse the run.
-    """
+    """Load and check everything that a recipe names, and settle what it leaves open."""
     hush_libraries()
     if recipe.tracking.report_to:
         from dprlhf.runs.trackers import check_installed
@@ -179,17 +174,6 @@ def open_run(
     """Yield a run that is ready for its next round, and close its files afterwards.
 
     An unexpected error inside the block becomes one line that quotes no user's data.
-
-    Args:
-        recipe: The settings; a new run writes them to its folder.
-        folder: The run folder; with ``create`` it must not exist.
-        create: Start a new run; otherwise continue the one in ``folder``.
-        counted: Reserve the cost in the budget book, if there is one; False for a run on made-up
-            users.
-
-    Raises:
-        DprlhfError: Something that the recipe names is wrong, the folder is another run's, or a run
-            is under way in this process.
     """
     hush_libraries()  # before transformers is asked for its callbacks, for which it loads PEFT
     processes = Processes.connect()

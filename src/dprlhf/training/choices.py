@@ -49,31 +49,21 @@ _MOST_BANDED = 32  # rounds with correlated noise on random allocation: more tak
 
 @dataclass(frozen=True)
 class Signal:
-    """How users' clipped contributions agree, in units of the clip norm S.
+    """How users' clipped contributions agree, in units of the clip norm S."""
 
-    Attributes:
-        norm: s, the norm of the users' mean clipped contribution.
-        spread: v, the mean squared distance of a contribution from that mean; at most 1 − s².
-        dimension: p, the number of released coordinates.
-        alignment: Cosine between the mean clipped contribution and the mean gradient before
-            clipping, in all trained parameters: what a subspace and clipping leave.
-        gradient: Norm of the mean gradient before clipping, in units of the reward; None where it
-            is not known.
-        trained: d, the number of trained parameters that a step moves; None for p, without a
-            subspace.
-        scale: Factor on the coordinates of a subspace before clipping, by which a release is
-            divided before the step; 1 without a subspace.
-        error: Standard error of s² where users do not agree at all; 0 where s is assumed.
-    """
-
-    norm: float
-    spread: float
-    dimension: int
+    norm: float  # s, the norm of the users' mean clipped contribution
+    spread: float  # v, the mean squared distance of a contribution from that mean; at most 1 − s²
+    dimension: int  # p, the number of released coordinates
+    # Cosine between the mean clipped contribution and the mean gradient before clipping, in all
+    # trained parameters: what a subspace and clipping leave
     alignment: float = 1.0
+    # Norm of the mean gradient before clipping, in units of the reward; None where it is not known
     gradient: float | None = None
-    trained: int | None = None
+    trained: int | None = None  # d, the number of trained parameters that a step moves
+    # Factor on the coordinates of a subspace before clipping, by which a release is divided before
+    # the step; 1 without a subspace
     scale: float = 1.0
-    error: float = 0.0
+    error: float = 0.0  # Standard error of s² where users do not agree at all; 0 where s is assumed
 
     @property
     def known(self) -> bool:
@@ -83,39 +73,26 @@ class Signal:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that may be chosen: how users are spread over rounds, and their responses.
-
-    Attributes:
-        rounds: T, the number of rounds.
-        participations: k, the number of rounds that a user takes part in.
-        bands: Number of rounds whose noise is correlated; 1 for independent noise.
-    """
+    """Settings that may be chosen: how users are spread over rounds, and their responses."""
 
     partition: Partition
-    rounds: int
-    participations: int
-    bands: int
+    rounds: int  # T, the number of rounds
+    participations: int  # k, the number of rounds that a user takes part in
+    bands: int  # Number of rounds whose noise is correlated; 1 for independent noise
     responses: int
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with its plan, and what that leaves of the signal.
-
-    Attributes:
-        plan: The plan of a run with these settings, from the accountant.
-        cosines: Expected cosine between each round's step and the mean gradient, ``[rounds]``.
-        seconds: Estimated duration; None without a measured time for a response.
-        reward: Predicted rise of the mean reward; None without a prediction.
-    """
+    """A candidate with its plan, and what that leaves of the signal."""
 
     candidate: Candidate
-    plan: Plan
+    plan: Plan  # The plan of a run with these settings, from the accountant
     signal: Signal
-    cosines: Array
+    cosines: Array  # Expected cosine between each round's step and the mean gradient, [rounds]
     learning_rate: float
-    seconds: float | None = None
-    reward: float | None = None
+    seconds: float | None = None  # Estimated duration; None without a measured time for a response
+    reward: float | None = None  # Predicted rise of the mean reward; None without a prediction
 
     @property
     def kappa(self) -> float:
@@ -190,9 +167,6 @@ def cosines(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     Steps follow the momentum's average of the releases so far, Σ_j μ^j x_{t−j}, and the mean is
     taken to be the same in these rounds. The sampling error of a round is independent of that of
     others, and noise has the covariance of C⁻¹.
-
-    Args:
-        momentum: μ of the optimizer's average; β₁ of Adam.
     """
     if signal.norm == 0:
         return np.zeros(plan.rounds)
@@ -227,12 +201,6 @@ def candidates(
     """List what fits into a budget of responses, over several numbers of passes and of bands.
 
     Under random allocation the number of passes k divides T.
-
-    Args:
-        users: Number N of users.
-        most_responses: Responses to users' prompts that the run may sample, N·k·(responses).
-        rounds: Numbers of rounds T; those that leave fewer than 8 users to a round are left out,
-            unless there is one number only.
     """
     for partition in partitions:
         for count in rounds:
@@ -263,9 +231,6 @@ def guessed_noise(
     central limit theorem its losses, in all k blocks of rounds together, are about those of one
     Gaussian mechanism of the same divergence (as for subsampling in Gaussian differential privacy,
     arXiv 1911.11607). It is an estimate, on either side of the truth, and used for nothing else.
-
-    Args:
-        releases: Number J of noised sums that a round releases.
     """
     one = gaussian_noise_multiplier(epsilon, delta) * (2 if replaced else 1)
     if partition_named(candidate.partition).disjoint:
@@ -309,14 +274,6 @@ def best_choices(
 
     Candidates are rated at a guess first, and then costed from the best guess down until no other
     guess beats those found. A candidate that the accountant refuses is left out.
-
-    Args:
-        cost: Returns a candidate's plan; raises :class:`DprlhfError` for one that is refused.
-        guess: Returns a plan with a guessed noise multiplier.
-        seconds: Time after which slow candidates are passed over.
-
-    Returns:
-        The choices, and how many candidates were passed over though their guess was good enough.
     """
     guessed = []
     for i, candidate in enumerate(listed):
@@ -342,12 +299,7 @@ def best_choices(
 def planner(
     users: int, epsilon: float, delta: float, *, adjacency: Adjacency | None, releases: int
 ) -> tuple[Costed, Costed]:
-    """Return the functions that cost a candidate and that guess its plan, with clip norm 1.
-
-    Args:
-        users: Number N of users.
-        releases: Number J of noised sums that a round releases.
-    """
+    """Return the functions that cost a candidate and that guess its plan, with clip norm 1."""
 
     def made(candidate: Candidate, **noise: float) -> Plan:
         return make_plan(

@@ -39,13 +39,7 @@ STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 0.4, "moment
 def with_defaults(
     values: Mapping[str, Any], *, users: int | None, public: int | None, model: Any
 ) -> dict[str, Any]:
-    """Return the settings of a recipe, with those that follow from users, public rows and model.
-
-    Args:
-        values: Settings by section; what is there stays as it is.
-        users: Number N of users; None if it is not known.
-        public: Number of public rows; None without any, or if it is not known.
-    """
+    """Return the settings of a recipe, with those that follow from users, public rows and model."""
     made: dict[str, Any] = copy.deepcopy(dict(values))
     policy, evaluation = made.setdefault("policy", {}), made.get("evaluation")
     stage, config = made.get("stage", "rl"), config_of(model)
@@ -86,11 +80,7 @@ def _wide(config: Any, adapter: Mapping[str, Any]) -> bool:
 def completed(
     values: dict[str, Any], draft: Recipe, sources: InMemoryInputs, model: Any
 ) -> dict[str, Any]:
-    """Return settings with defaults that follow from the rows themselves.
-
-    Args:
-        draft: A recipe of these settings, which says how rows are read.
-    """
+    """Return settings with defaults that follow from the rows themselves."""
     may_lack = draft.rows_may_lack_prompts
     users = None
     if "rounds" not in values:
@@ -144,10 +134,6 @@ def adapter_for(config: Any, *, public_rows: bool) -> dict[str, Any]:
 
     The module is the value projection if PEFT names one for the type of model, otherwise the first
     that PEFT names (``c_attn`` for GPT-2).
-
-    Args:
-        config: The model's config; None if it is not at hand.
-        public_rows: Whether A may start along the main direction of public activations.
     """
     hush_libraries()
     from peft.utils import constants

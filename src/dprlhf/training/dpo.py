@@ -121,9 +121,6 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
 
     As in TRL, the end-of-sequence token is learnt after a text, and a conversation ends as its
     template says.
-
-    Args:
-        data: The recipe's section: the columns, and how many tokens are kept.
     """
     length, most = data.max_completion_tokens, data.max_prompt_tokens
     both, answers = [], []

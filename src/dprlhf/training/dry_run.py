@@ -25,13 +25,8 @@ from dprlhf.training.trainer import rehearse_end
 def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, Any]:
     """Load and check everything that a run would, and time one micro-batch of public prompts.
 
-    No folder is made, no user's prompt is drawn and nothing is charged.
-
-    Returns:
-        The plan, JSON-ready: the releases and their ε, the noise, the memory of the timed
-        micro-batch (bytes), the reward on public responses, and the estimated time (seconds). The
-        estimate leaves out the KL penalty and the importance ratio, a forward pass each, and
-        evaluation during the run.
+    No folder is made, no user's prompt is drawn and nothing is charged. The estimated time leaves
+    out the KL penalty, which is a forward pass, and evaluation during the run.
     """
     processes = Processes.connect()
     sources = sources or InMemoryInputs(None, None, None)
@@ -73,16 +68,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
 def dry_run_stage(
     recipe: StageRecipe, data: Any = None, evaluation_data: Any = None
 ) -> dict[str, Any]:
-    """Load and check everything that a supervised stage would, and time some public rows.
-
-    Args:
-        data: Private rows in memory, as for :func:`dprlhf.train_stage`.
-        evaluation_data: Public rows in memory, as for :func:`dprlhf.train_stage`.
-
-    Returns:
-        The plan as :func:`dry_run` returns it, with ``seconds_a_row``; without public rows to time,
-        that and the estimate are None.
-    """
+    """Load and check everything that a supervised stage would, and time some public rows."""
     processes = Processes.connect()
     sources = InMemoryInputs(data, None, evaluation_data)
     stage, prepared = load_parts(recipe, sources, processes, quiet=True)

@@ -39,13 +39,9 @@ _PUBLIC_KEY = bytes(32)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One policy's continuations of the public prompts, and how they score.
+    """One policy's continuations of the public prompts, and how they score."""
 
-    Attributes:
-        rewards: The rewards, ``[prompts]``.
-    """
-
-    rewards: NDArray[np.float64]
+    rewards: NDArray[np.float64]  # The rewards, [prompts]
     responses: Responses
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
@@ -90,21 +86,11 @@ def evaluate(
     max_prompt_tokens: int,
     base: bool = False,
     tick: Any = None,
-    batch_size: int | None = None,
+    batch_size: int | None = None,  # Rows of a forward pass for KL and perplexity
     processes: Processes | None = None,
     compute_metrics: ComputeMetrics | None = None,
 ) -> Evaluated:
-    """Sample one continuation of each public prompt and score it.
-
-    Args:
-        seed: Seed of the draws: with the same seed, two policies can be compared draw by draw.
-        max_prompt_tokens: Longer prompts are cut on the left.
-        base: Evaluate the base model (the adapter switched off) in place of the policy.
-
-        batch_size: Rows of a forward pass for KL and perplexity; None leaves them out.
-        processes: The processes that share the prompts, all of which call this function; None for
-            this one alone. Each of them returns the whole.
-    """
+    """Sample one continuation of each public prompt and score it."""
     # An agent's responses hold what only the process that sampled them has.
     if processes is not None and (policy.sampler is not None or len(prompts) < processes.count):
         processes = None

@@ -30,7 +30,7 @@ def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> N
 def split_row(
     model: CausalLMPolicy,
     prompt: Any,
-    completions: Sequence[Any],
+    completions: Sequence[Any],  # Texts (without an end, which is added later) or messages
     row: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of a row's prompt, and of each completion after it.
@@ -39,13 +39,6 @@ def split_row(
     whole of it, token for token. A template may open more for a response than it keeps of one, such
     as ``<think>``; so the prompt ends where its rendering and that of the whole part (as in TRL).
     Texts are tokenized one after the other.
-
-    Args:
-        completions: Texts (without an end, which is added later) or messages.
-        row: What the row of data has for the template (:meth:`CausalLMPolicy.render`).
-
-    Raises:
-        DprlhfError: A completion is messages, and the tokenizer has no chat template.
     """
     messages = prompt if isinstance(prompt, list) else []
     if isinstance(prompt, str) or messages:

@@ -74,11 +74,7 @@ def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> S
 
 
 class Reactions:
-    """The losses of logged feedback and their derivatives, as weights of log-probabilities.
-
-    Args:
-        spec: The recipe: the columns, and the settings of the loss.
-    """
+    """The losses of logged feedback and their derivatives, as weights of log-probabilities."""
 
     rows = 1
     metrics: tuple[str, ...] = ("loss",)
@@ -90,11 +86,7 @@ class Reactions:
         self._compared: Responses | None = None
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
-        """Return a row for each completion, with its A and what is logged of its likelihood.
-
-        Raises:
-            DprlhfError: A row has no feedback, or no log-probability. The message quotes none.
-        """
+        """Return a row for each completion, with its A and what is logged of its likelihood."""
         extra, column = self._logged(examples), self._data.logprob_column
         if column is not None and any(self._shown.cut(model, examples)):
             raise DprlhfError(
@@ -117,21 +109,12 @@ class Reactions:
         return logged
 
     def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each row whether its prompt or its completion is cut.
-
-        Raises:
-            DprlhfError: A row has no feedback, or no log-probability.
-        """
+        """Return for each row whether its prompt or its completion is cut."""
         self._logged(examples)
         return self._shown.cut(model, examples)
 
     def compare_with(self, model: CausalLMPolicy, public: Prompts) -> None:
-        """Take the reference point of ``kto`` from PUBLIC rows: each prompt, another's completion.
-
-        Args:
-            model: The model, whose tokenizer is used.
-            public: The rows of the evaluation.
-        """
+        """Take ``kto``'s reference point from PUBLIC rows: each prompt, another's completion."""
         some, column = public.first(_COMPARED), self._data.completion_column
         others = some.columns[column]
         others = [*others[-1:], *others[:-1]]
@@ -195,16 +178,13 @@ def reaction(value: Any, column: str) -> float:
     """Return a row's feedback as a number: true is 1, false is −1, and a number is itself.
 
     A file with a stray word in this column has texts throughout, so texts are read, too.
-
-    Raises:
-        DprlhfError: It is neither. The message does not quote it.
     """
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         value = value.strip().lower() == "true"
     if isinstance(value, bool):
         return 1.0 if value else -1.0
     number = _number(value)
-    if number is None:
+    if number is None:  # which is not quoted
         raise DprlhfError(
             f"data.label_column {column!r}: a row's feedback is none of true, false and the numbers"
         )
@@ -212,11 +192,7 @@ def reaction(value: Any, column: str) -> float:
 
 
 def log_probability(value: Any, column: str) -> float:
-    """Return a row's log-probability.
-
-    Raises:
-        DprlhfError: It is no number, or above 0. The message does not quote it.
-    """
+    """Return a row's log-probability."""
     number = None if isinstance(value, bool) else _number(value)
     if number is None or number > 0:
         raise DprlhfError(
@@ -270,11 +246,7 @@ class FromFeedback(Supervised):
         ]
 
     def check_rows(self, rows: Any) -> None:
-        """Also refuse columns whose type, which is public, holds neither truth values nor numbers.
-
-        Raises:
-            DprlhfError: There is one.
-        """
+        """Also refuse columns whose type, which is public, holds no truth values or numbers."""
         data, schema = self.recipe.data, rows.features.arrow_schema
         for key, column in (("label", data.label_column), ("logprob", data.logprob_column)):
             kind = None if column is None else schema.field(column).type

@@ -33,11 +33,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Guidance:
-    """Finds the subspace of each round; its state is the current one.
-
-    Args:
-        settings: The recipe's ``update.subspace``.
-    """
+    """Finds the subspace of each round; its state is the current one."""
 
     def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
         self._settings = settings
@@ -63,11 +59,7 @@ class Guidance:
     def subspace(
         self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]
     ) -> Subspace:
-        """Return the subspace of round ``batch.t``; every process calls this and gets the same.
-
-        Args:
-            gradients: Returns what public prompts would contribute.
-        """
+        """Return the subspace of round ``batch.t``; every process calls this and gets the same."""
         if self._subspace is None or (batch.t - 1) % self._settings.refresh == 0:
             with run.progress.unlogged():
                 self._subspace = self._fit(run, batch, gradients)

@@ -44,15 +44,7 @@ from dprlhf.training.processes import Processes
 
 
 def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -> str:
-    """Try the run's shapes on this machine, and that no made-up row changes another's values.
-
-    Args:
-        policy: The policy, on its device. Its parameters do not change; whether its users are
-            differentiated one at a time may.
-
-    Returns:
-        A sentence for the privacy card.
-    """
+    """Try the run's shapes on this machine, and that no made-up row changes another's values."""
     with random_adapter(policy):
         check_gradients(policy, shapes)
         if policy.one_user_a_pass is not None and processes.main:

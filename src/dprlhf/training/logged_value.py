@@ -28,20 +28,13 @@ _Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Value:
-    """The mean feedback that a policy would get, estimated from the logs.
+    """The mean feedback that a policy would get, estimated from the logs."""
 
-    Attributes:
-        mean: The self-normalised estimate Σ w r / Σ w; None where the noise hides Σ w.
-        low: Lower end of the 95% interval.
-        high: Upper end of it.
-        weight: Noised mean ratio, at most about 1: the part of the policy's completions of which
-            the logs tell something. Far below 1 the interval is wide, and the mean is about that
-            part alone.
-    """
-
-    mean: float | None
-    low: float
-    high: float
+    mean: float | None  # The self-normalised estimate Σ w r / Σ w; None where the noise hides Σ w
+    low: float  # Lower end of the 95% interval
+    high: float  # Upper end of it
+    # Noised mean ratio, at most about 1: the part of the policy's completions of which the logs
+    # tell something, and which the mean is about
     weight: float
 
     def __str__(self) -> str:
@@ -50,17 +43,13 @@ class Value:
 
 
 def of_users(
-    user: NDArray[np.int64], users: int, log_ratios: Array, shares: Array, scale: float
+    user: NDArray[np.int64],  # of each row, [rows]
+    users: int,
+    log_ratios: Array,  # log π − log μ of each row's completion, [rows]
+    shares: Array,  # the feedback a of each row, in [0, 1], [rows]
+    scale: float,  # the clip norm S
 ) -> torch.Tensor:
-    """Return each user's vector, of norm at most ``scale``, ``[users, 4]``; 0 without a row.
-
-    Args:
-        user: The user of each row, ``[rows]``.
-        users: Number of users.
-        log_ratios: log π − log μ of each row's completion, ``[rows]``.
-        shares: The feedback a of each row, in [0, 1], ``[rows]``.
-        scale: The clip norm S.
-    """
+    """Return each user's vector, of norm at most ``scale``, ``[users, 4]``; 0 without a row."""
     ratios = np.exp(np.minimum(log_ratios, math.log(MOST)))
     ratios[np.isnan(log_ratios)] = np.nan  # its user contributes nothing
     parts = np.stack([ratios * shares, ratios * (1 - shares), shares, 1 - shares], axis=1)
@@ -70,11 +59,7 @@ def of_users(
 
 
 class LoggedValue:
-    """The released vectors so far, which a checkpoint keeps.
-
-    Attributes:
-        rounds: Number of the rounds that released one.
-    """
+    """The released vectors so far, which a checkpoint keeps."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -91,25 +76,13 @@ class LoggedValue:
         self._sum, self.rounds = np.array(sums), int(rounds)
 
     def add(self, released: list[float], noise_std: float, scale: float) -> None:
-        """Count a round's RELEASED mean vector.
-
-        Args:
-            released: The vector, a mean over the expected number of users.
-            noise_std: Standard deviation of the noise in each coordinate of it.
-            scale: The clip norm S.
-        """
+        """Count a round's RELEASED mean vector."""
         self.rounds += 1
         self._sum += np.array(released) * (_BOUND / scale)
         self._variance += (noise_std * _BOUND / scale) ** 2
 
     def estimates(self, users_a_round: float, middle: float, bound: float) -> dict[str, Value]:
-        """Return the value of the ``tuned`` policy, and of the ``logged`` one.
-
-        Args:
-            users_a_round: The expected number of users in a round.
-            middle: The feedback b at which a is ½.
-            bound: The distance R from it at which a is 0 or 1.
-        """
+        """Return the value of the ``tuned`` policy, and of the ``logged`` one."""
         p, q, p0, q0 = (self._sum / self.rounds).tolist()
         std, users = math.sqrt(self._variance) / self.rounds, users_a_round * self.rounds
         both = {"tuned": (p, q, MOST), "logged": (p0, q0, 1.0)}
@@ -135,12 +108,6 @@ def least(noised: float, most: float, std: float, users: float) -> float:
 
     The variance of such a value is at most ``most`` times its mean x. So the bound is the smaller
     root x of (noised − x)² = z² (std² + most · x / users), noise and sampling together.
-
-    Args:
-        noised: The noised mean.
-        most: The largest value.
-        std: Standard deviation of the noise.
-        users: The expected number of users in the mean.
     """
     half = _Z**2 * most / users / 2
     root = math.sqrt(max(half**2 + 2 * half * noised + (_Z * std) ** 2, 0.0))

@@ -44,24 +44,16 @@ Values = list[list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The public numbers that decide the shapes of a run's batches.
-
-    Attributes:
-        rows: Number of rows for each prompt of a user.
-        num_generations: Number of adjacent rows that share a prompt.
-        update: The recipe's update, with its ``batch_size``.
-        rollout: The settings of sampling; None where this process samples nothing.
-        keeps: Whether the gradients take what sampling has computed.
-    """
+    """The public numbers that decide the shapes of a run's batches."""
 
     prompt: int
     response: int
-    rows: int
-    num_generations: int
+    rows: int  # Number of rows for each prompt of a user
+    num_generations: int  # Number of adjacent rows that share a prompt
     prompts: int
-    update: Any
-    rollout: recipe.Rollout | None = None
-    keeps: bool = False
+    update: Any  # The recipe's update, with its batch_size
+    rollout: recipe.Rollout | None = None  # The settings of sampling
+    keeps: bool = False  # Whether the gradients take what sampling has computed
 
     @property
     def sampled_together(self) -> int:
@@ -88,12 +80,7 @@ def sampled_rows(rollout: recipe.Rollout) -> int:
 def logits_of(
     policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None], *, later: bool = False
 ) -> Values:
-    """Return each made-up prompt's responses and their logits in the first steps of decoding.
-
-    Args:
-        numbers: The number of the made-up user at each place; None for one without a row.
-        later: Whether these are contexts of an agent's later turn, which has one response.
-    """
+    """Return each made-up prompt's responses and their logits in the first steps of decoding."""
     assert shapes.rollout is not None
     together, width = shapes.sampled_together, shapes.prompt
     if later:
@@ -172,9 +159,6 @@ def distance_by_padding(policy: CausalLMPolicy, shapes: Shapes) -> float:
 
     A made-up prompt that fills half of its width is answered in a few steps; the model's logits on
     the sequence as it is are compared with those of the steps, and of a padded gradient pass.
-
-    Returns:
-        The larger of the two total variation distances, means over tokens, from 0 to 1.
     """
     width, steps = shapes.few, min(_STEPS, shapes.response)
     prompt = made_up_prompt(policy, 0, width)[: -(-width // 2)]

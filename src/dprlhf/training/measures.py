@@ -37,28 +37,19 @@ class RewardEstimate:
 
 @dataclass(frozen=True)
 class PolicyEstimate(RewardEstimate):
-    """A policy's mean reward over public prompts, and what else was measured on its responses.
+    """A policy's mean reward over public prompts, and what else was measured on its responses."""
 
-    Attributes:
-
-        measures: The built-in measures by name, see :func:`measure`.
-    """
-
+    # The built-in measures by name, see :func:`measure`
     measures: Mapping[str, RewardEstimate] = field(default_factory=dict)
 
 
 def drift_warnings(
     rounds: Sequence[Mapping[str, Any]],
     reward_range: float,
-    before: PolicyEstimate | None,
+    before: PolicyEstimate | None,  # The base model on public prompts; None without them
     after: PolicyEstimate | None,
 ) -> list[str]:
-    """Return what the RELEASED and public values of a run say against its result.
-
-    Args:
-        reward_range: R, to which rewards are clipped.
-        before: The base model on public prompts; None without them.
-    """
+    """Return what the RELEASED and public values of a run say against its result."""
     found = []
     steps = [line for line in rounds if "released_gradient_norm" in line]
     released = sum(line["released_gradient_norm"] ** 2 for line in steps)
@@ -99,28 +90,20 @@ class WinRate:
 
     Both responses to a prompt are sampled with the same random numbers, so a policy that has not
     moved ties everywhere.
-
-    Attributes:
-        low: Lower end of the 95% score interval (Wilson 1927); ties make it wider than need be.
-        prompts: Number of prompts where both responses have a score.
     """
 
     rate: float
-    low: float
+    low: float  # Lower end of the 95% score interval (Wilson 1927); ties make it wider than need be
     high: float
     ties: int
-    prompts: int
+    prompts: int  # Number of prompts where both responses have a score
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tuned policy against the base model, by the reward.
+    """The tuned policy against the base model, by the reward."""
 
-    Attributes:
-        difference: Mean of after − before on the same prompts and draws.
-    """
-
-    difference: RewardEstimate
+    difference: RewardEstimate  # Mean of after − before on the same prompts and draws
     win_rate: WinRate
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,16 +149,10 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 @dataclass(frozen=True)
 class TokenLogs:
-    """Log-probabilities of sampled tokens; 0 on padding.
+    """Log-probabilities of sampled tokens; 0 on padding."""
 
-    Attributes:
-        plain: log μ(token) of the base model at temperature 1, ``[rows, response]``.
-        ratio: log μ(token) − log π(token) at the sampling temperature, ``[rows, response]``; 0
-            where π is the base model.
-    """
-
-    plain: Array
-    ratio: Array
+    plain: Array  # log μ(token) of the base model at temperature 1, [rows, response]
+    ratio: Array  # log μ(token) − log π(token) at the sampling temperature, [rows, response]
 
 
 def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> TokenLogs:
@@ -194,21 +171,7 @@ def token_logs(policy: CausalLMPolicy, responses: Responses, batch_size: int) ->
 def measure(
     policy: CausalLMPolicy, responses: Responses, logs: TokenLogs | None
 ) -> dict[str, RewardEstimate]:
-    """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises.
-
-    Args:
-        logs: What :func:`token_logs` returns of them; None leaves out the measures that need it.
-
-    Returns:
-        ``response_tokens``: mean length; ``ended_share``: share of responses that ended before the
-        length limit; ``distinct_1`` and ``distinct_2``: see :func:`distinct`. With ``logs``
-        also ``kl``: mean of log π(y|x) − log μ(y|x) in nats per response, the plain estimator
-        (TRL's k1) of KL(π ‖ μ) at the sampling temperature (π and μ without top-k, top-p and
-        min-p, which would make it infinite); ``kl_per_token``: mean over tokens of
-        μ/π − log(μ/π) − 1, the estimator k3 that TRL's GRPO logs as ``kl``; ``perplexity``: of the
-        responses under the base model μ at temperature 1, exp of the mean negative log-likelihood
-        of all tokens.
-    """
+    """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises."""
     lengths = responses.response_mask.sum(1)
     tokens, count = responses.policy_mask.sum(1).double().numpy(), len(lengths)
     found = {
@@ -223,7 +186,10 @@ def measure(
     perplexity = math.exp(likelihood.mean)
     return {
         **found,
+        # Nats in a response: the plain estimator (TRL's k1) of KL(π ‖ μ) at the sampling
+        # temperature, without top-k, top-p and min-p, which would make it infinite.
         "kl": estimate(-logs.ratio.sum(1)),
+        # μ/π − log(μ/π) − 1, the estimator k3 that TRL's GRPO logs as kl.
         "kl_per_token": _per_token((np.expm1(logs.ratio) - logs.ratio).sum(1), tokens),
         "perplexity": RewardEstimate(perplexity, perplexity * likelihood.standard_error, count),
     }

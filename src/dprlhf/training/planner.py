@@ -48,24 +48,16 @@ PARTITIONS: tuple[Partition, ...] = ("random-allocation", "fixed")
 
 @dataclass(frozen=True)
 class Facts:
-    """The public facts that a choice follows from.
-
-    Attributes:
-        users: Number N of users.
-        dimension: Number d of trained parameters.
-        seconds: Seconds a response takes in all, ``rollout``, ``reward`` and ``update``.
-        evaluation: Number of public prompts that are evaluated before and after the run.
-        model: The constants of the predicted reward; None where nothing predicts it.
-    """
+    """The public facts that a choice follows from."""
 
     recipe: Recipe
-    users: int
-    dimension: int
+    users: int  # Number N of users
+    dimension: int  # Number d of trained parameters
     probe: Probe
-    seconds: dict[str, float]
-    evaluation: int
+    seconds: dict[str, float]  # Seconds a response takes in all, rollout, reward and update
+    evaluation: int  # Number of public prompts that are evaluated before and after the run
     guides: Guides | None
-    model: RewardModel | None
+    model: RewardModel | None  # The constants of the predicted reward
 
     def seconds_of(self, candidate: Candidate, plan: Plan) -> float:
         """Return the estimated duration of a run on one process, evaluation before and after it."""
@@ -131,12 +123,7 @@ def measure(
     responses: Sequence[int] = (),
     prompts: int = PROBED,
 ) -> Facts:
-    """Load what a recipe names and measure signal, reward and time on its public prompts.
-
-    Args:
-        recipe: The settings; rounds and the like may be left to the planner.
-        responses: Numbers of responses to a prompt that may be chosen; none for the recipe's own.
-    """
+    """Load what a recipe names and measure signal, reward and time on its public prompts."""
     if recipe.privacy.epsilon is None or recipe.privacy.baseline:
         raise DprlhfError(
             "plan: the recipe must state privacy.epsilon, a finite one: the planner chooses what"
@@ -197,12 +184,6 @@ def choose(
     The best choice has the largest predicted rise of the reward; without a prediction, the largest
     mean cosine. The partitions are random allocation and disjoint batches, or the recipe's own if
     that is another one.
-
-    Args:
-        responses: Most responses to users' prompts, N·k·(responses to a prompt). Without either
-            limit, those that the recipe as it stands samples.
-        rounds: Numbers of rounds to compare; none for a default list.
-        seconds: Time for the accountant.
     """
     recipe, privacy = facts.recipe, facts.recipe.privacy
     cost, guess = planner(

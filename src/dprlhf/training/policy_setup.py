@@ -25,12 +25,7 @@ from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
-    """Load the recipe's policy, and check that prompts and responses fit into its context.
-
-    Args:
-        **given: Objects in place of what the recipe names, see
-            :func:`dprlhf.policies.loading.load_policy`.
-    """
+    """Load the recipe's policy, and check that prompts and responses fit into its context."""
     temperature, seed = recipe.rollout.temperature, recipe.seed
     policy = load_policy(recipe.policy, temperature=temperature, seed=seed, **given)
     with_sampling(policy, recipe)
@@ -59,9 +54,6 @@ def with_prompt_width(
     They are as long as 99 of 100 public prompts, up to a multiple of 16; without public rows 512
     tokens and what an agent's tools take; and never more than a response leaves of the model's
     context.
-
-    Args:
-        tools: Tokens that an agent's tools take of each prompt.
     """
     data = recipe.data
     if "max_prompt_tokens" not in data.model_fields_set:
@@ -109,16 +101,7 @@ def with_batch_size(recipe: Recipe, plan: Plan, policy: CausalLMPolicy, processe
 def start_adapter(
     policy: CausalLMPolicy, recipe: Recipe, public: Users | None, guides: Guides | None
 ) -> None:
-    """Give the adapter the start that ``policy.adapter.init`` names, from public prompts.
-
-    Args:
-        policy: The policy; its adapter is changed in place.
-        public: Rows of the evaluation; None without it, where the start is random.
-        guides: Rows of ``update.subspace``; None without it.
-
-    Raises:
-        DprlhfError: The public rows have no column ``contrast_column``, or too few values of it.
-    """
+    """Give the adapter the start that ``policy.adapter.init`` names, from public prompts."""
     adapter = recipe.policy.adapter
     column = adapter.contrast_column
     if public is None or adapter.init == "random":

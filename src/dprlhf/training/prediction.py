@@ -30,17 +30,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Travel:
-    """How far a run moves the policy, after each round.
+    """How far a run moves the policy, after each round."""
 
-    Attributes:
-        cosines: Expected cosine between each step and the mean gradient, ``[rounds]``.
-        along: D, the distance along the mean gradient, ``[rounds]``.
-        across: W, the sum of squared distances across it, ``[rounds]``.
-    """
-
-    cosines: Array
-    along: Array
-    across: Array
+    cosines: Array  # Expected cosine between each step and the mean gradient, [rounds]
+    along: Array  # D, the distance along the mean gradient, [rounds]
+    across: Array  # W, the sum of squared distances across it, [rounds]
 
 
 def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -> Travel:
@@ -50,9 +44,6 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
     over 1 − μ. One of Adam is taken to be η√d times the averaged release's norm over that of a
     single one, with the number d of trained parameters: exact where each coordinate keeps its
     variance, as it does under noise, in a subspace for as long as its directions stay.
-
-    Args:
-        clip_norm: The clip norm S, which ``sgd`` steps are proportional to.
     """
     momentum = BETAS[0] if optimizer.name.startswith("adam") else optimizer.momentum
     cos, norms = cosines(plan, signal, momentum), averaged_norms(plan, signal, momentum)
@@ -74,15 +65,10 @@ def travel(plan: Plan, signal: Signal, optimizer: Optimizer, clip_norm: float) -
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The constants of the prediction.
+    """The constants of the prediction."""
 
-    Attributes:
-        most: A, the most that the mean reward can rise.
-        rate: u, per unit of distance along the gradient.
-    """
-
-    most: float
-    rate: float
+    most: float  # A, the most that the mean reward can rise
+    rate: float  # u, per unit of distance along the gradient
 
     def rise(self, moved: Travel) -> Array:
         """Return the predicted rise of the mean reward after each round, ``[rounds]``."""

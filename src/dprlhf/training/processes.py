@@ -45,12 +45,7 @@ class Processes:
 
     @classmethod
     def connect(cls) -> Processes:
-        """Join the launch; without a launcher, it is a launch of one process.
-
-        Raises:
-            DprlhfError: Fewer processes joined than were launched, or the launch asks for a
-                sharding strategy that is not supported.
-        """
+        """Join the launch; without a launcher, it is a launch of one process."""
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -102,9 +97,6 @@ class Processes:
 
         Launched with FSDP, the frozen weights of the decoder layers are sharded over the processes
         of one machine (FSDP2); adapter, embeddings and head stay whole on each.
-
-        Raises:
-            DprlhfError: The model's class in transformers does not name its layer modules.
         """
         if _flag("ACCELERATE_USE_FSDP") and self.count > 1:
             from torch.distributed.device_mesh import DeviceMesh

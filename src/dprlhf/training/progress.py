@@ -35,12 +35,7 @@ _STEP = 10
 
 
 class RoundBar:
-    """The bar of one round, and the seconds of its phases (for secret telemetry).
-
-    Args:
-        bar: A ``tqdm`` bar from 0 to 100 percent; disabled where no terminal shows it.
-        rows_a_user: Number of rows of one user in each phase.
-    """
+    """The bar of one round, and the seconds of its phases (for secret telemetry)."""
 
     def __init__(self, bar: Any, label: str, rows_a_user: int) -> None:
         self._bar = bar

@@ -51,10 +51,8 @@ def plan_of(
 ) -> Plan:
     """Return the privacy plan of a recipe of any stage.
 
-    Args:
-        users: The private users, or their number N.
-        opened: The terms that the ledger of a continued run states, whose adjacency, noise and ε
-            it keeps; empty for a new run, to which add-remove is refused.
+    ``opened`` has the terms that the ledger of a continued run states, whose adjacency, noise and ε
+    it keeps; a new run has none.
     """
     privacy = recipe.privacy
     stated = opened.get("adjacency")

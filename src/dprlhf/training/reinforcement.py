@@ -114,23 +114,13 @@ class Result(Summarised):
 
 
 class Reinforcement:
-    """The stage of private updates; see :class:`dprlhf.training.run.Stage` for its methods.
-
-    Attributes:
-        recipe: The settings; :meth:`settle` replaces what they leave open.
-        agent: Samples the trajectories of a policy with tools; None without them.
-        spread: Summary of the distribution of rewards of responses to public prompts.
-        scorer: The weighted sum of the rewards, clipped to ± ``reward_range``.
-
-        telemetry: The coordinates that carry the mean reward in each round's first release.
-        keeps: Whether sampling keeps what it computes for the gradients of the same responses.
-        timing: Duration of each phase in seconds per response, measured on public prompts.
-    """
+    """The stage of private updates; see :class:`dprlhf.training.run.Stage` for its methods."""
 
     rewards: list[LoadedReward]
-    spread: RewardSummary
-    scorer: Scorer
+    spread: RewardSummary  # Summary of the distribution of rewards of responses to public prompts
+    scorer: Scorer  # The weighted sum of the rewards, clipped to ± reward_range
 
+    # The coordinates that carry the mean reward in each round's first release
     telemetry: TelemetryCoordinates
 
     def __init__(self, recipe: Recipe, sources: InMemoryInputs) -> None:

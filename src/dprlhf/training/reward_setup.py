@@ -57,7 +57,7 @@ def check_rewards(
     public: Prompts,
     columns: Sequence[str],
     *,
-    private: bool,
+    private: bool,  # Whether public are stand-ins, without columns
     most_rows: int,
     state: RoundState,
 ) -> RewardSummary:
@@ -66,15 +66,6 @@ def check_rewards(
     A reward that needs a column which only the users' rows have cannot be checked on prompts that
     stand in for public ones, and one that answers None, as of a task that they do not have, not on
     any: it is called for one user at a time.
-
-    Args:
-        public: Public prompts, or neutral ones that stand in for them.
-        private: Whether ``public`` are stand-ins, without columns.
-        most_rows: Largest number of rows in a call.
-
-    Raises:
-        DprlhfError: A reward fails, couples users, or needs a column that is missing; or no reward
-            applies to a public prompt.
     """
     per_user = any(reward.per_user for reward in rewards)
     # A reward that compares a user's responses cannot be checked on one response alone.

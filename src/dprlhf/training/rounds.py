@@ -102,11 +102,7 @@ def save(run: Run, t: int) -> None:
 
 
 def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict[str, Any]:
-    """Return the metrics that every stage logs, from a round's first release, ``[dimension]``.
-
-    Raises:
-        TypeError: The vector did not come from the gate.
-    """
+    """Return the metrics that every stage logs, from a round's first release, ``[dimension]``."""
     vector = open_released(released, "released_metrics")
     return {
         "round": t,
@@ -120,11 +116,7 @@ def released_metrics(run: Run, t: int, released: Released[torch.Tensor]) -> dict
 
 
 def released_values(released: Released[torch.Tensor]) -> list[float]:
-    """Return the coordinates of a short vector that was released, such as statistics of users.
-
-    Raises:
-        TypeError: The vector did not come from the gate.
-    """
+    """Return the coordinates of a short vector that was released, such as statistics of users."""
     values: list[float] = open_released(released, "released_metrics").tolist()
     return values
 
@@ -148,16 +140,11 @@ def log_metrics(run: Run, metrics: dict[str, Any]) -> None:
 def record_secret(
     run: Run,
     t: int,
-    users: Private[NDArray[np.int64]],
-    outcome: Outcome,
+    users: Private[NDArray[np.int64]],  # Indices of this process's users of round t, [users]
+    outcome: Outcome,  # The stage's result of the round; its norms are empty without clipping
     seconds: dict[str, float],
 ) -> None:
-    """Keep the raw values of this process's users in ``secret/``, for the operator alone.
-
-    Args:
-        users: Indices of this process's users of round t, ``[users]``.
-        outcome: The stage's result of the round; its norms are empty without clipping.
-    """
+    """Keep the raw values of this process's users in ``secret/``, for the operator alone."""
     taken = open_private(outcome.norms)
     clipped = math.isfinite(run.plan.clip_norm)  # else there are no norms to count
     finite = taken[np.isfinite(taken)]

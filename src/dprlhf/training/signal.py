@@ -27,13 +27,9 @@ from dprlhf.updates.public_gradients import likelihood_gradients, public_gradien
 
 @dataclass(frozen=True)
 class Probe:
-    """What public prompts show at the start of training.
+    """What public prompts show at the start of training."""
 
-    Attributes:
-        signals: The signal for each number of responses to a prompt.
-    """
-
-    signals: dict[int, Signal]
+    signals: dict[int, Signal]  # The signal for each number of responses to a prompt
     reward: float
     prompts: int
 
@@ -41,21 +37,14 @@ class Probe:
 def measure_signal(
     policy: CausalLMPolicy,
     scorer: Scorer,
-    prompts: Prompts,
-    recipe: Recipe,
+    prompts: Prompts,  # PUBLIC prompts
+    recipe: Recipe,  # The settled settings, with a finite clip norm
     responses: list[int],
 ) -> Probe:
     """Measure the signal for several numbers of responses to a prompt; the policy does not move.
 
     All are measured on the same draws, of which a smaller number takes the first of each prompt.
     With ``update.subspace``, half of the prompts give the directions and the others the signal.
-
-    Args:
-        prompts: PUBLIC prompts.
-        recipe: The settled settings, with a finite clip norm.
-
-    Returns:
-        The signals, and the mean reward.
     """
     rollout = recipe.rollout.model_copy(update={"responses": max(responses)})
     users = np.arange(len(prompts))
@@ -109,20 +98,12 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
 
 
 def signal_of(
-    vectors: torch.Tensor,
+    vectors: torch.Tensor,  # A vector for each public user, [users, dimension]
     clip_norm: float,
-    directions: torch.Tensor | None = None,
+    directions: torch.Tensor | None = None,  # Orthonormal directions of a subspace, [p, dimension]
     scale: float = 1.0,
 ) -> Signal:
-    """Return the signal of users' vectors before clipping.
-
-    Args:
-        vectors: A vector for each public user, ``[users, dimension]``; one that is not finite
-            counts as zero, as in a round.
-        directions: Orthonormal directions of a subspace, ``[p, dimension]``; None for all
-            coordinates.
-        scale: Factor a of the coordinates before clipping.
-    """
+    """Return the signal of users' vectors before clipping."""
     finite = vectors.isfinite().all(1, keepdim=True)
     vectors = torch.where(finite, vectors, 0.0).double()
     seen = vectors if directions is None else scale * vectors @ directions.double().T
@@ -151,11 +132,7 @@ def signal_of(
 
 
 def mean_product(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the mean of ⟨a_u, b_w⟩ over all u ≠ w: an unbiased ⟨E a, E b⟩.
-
-    Args:
-        a: A vector for each user, ``[users, dimension]``, float64.
-    """
+    """Return the mean of ⟨a_u, b_w⟩ over all u ≠ w: an unbiased ⟨E a, E b⟩."""
     users = len(a)
     if users < 2:
         return 0.0

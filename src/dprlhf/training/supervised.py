@@ -106,13 +106,7 @@ def reward_modelling(recipe: RewardRecipe, sources: InMemoryInputs) -> Supervise
 
 
 class Supervised:
-    """A supervised stage; see :class:`dprlhf.training.run.Stage` for its methods.
-
-    Args:
-        task: The task, which turns rows of data into tokens and losses.
-        tokens: The largest number of tokens in a row of data.
-        widths: The largest numbers of tokens before what is learnt, and of what is learnt.
-    """
+    """A supervised stage; see :class:`dprlhf.training.run.Stage` for its methods."""
 
     def __init__(
         self,

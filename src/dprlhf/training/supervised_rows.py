@@ -44,16 +44,7 @@ _ASKED, _ANSWERS = "How is the weather today?", ("It rains.", "The sun is out.")
 
 
 def made_up_rows(data: Data, schema: pa.Schema, usual: dict[str, Any]) -> list[Prompts]:
-    """Return made-up rows of the form that the types of the users' columns give.
-
-    Args:
-        schema: The types of their columns, which are public.
-        usual: A value of each column whose values are no texts, such as that of the labels.
-
-    Returns:
-        A single row in each form that the users' rows may have: of a column with values of several
-        kinds, texts and messages.
-    """
+    """Return made-up rows of the form that the types of the users' columns give."""
     unmade = {data.prompt_column, getattr(data, "label_column", None), *usual}
     named = [getattr(data, key) for key in _column_keys(data)]
     others = [column for column in named if column not in unmade]
@@ -82,11 +73,7 @@ def made_up_rows(data: Data, schema: pa.Schema, usual: dict[str, Any]) -> list[P
 
 
 def _made_up(kind: pa.DataType, answer: str, *, asked: bool, answered: bool) -> list[Any]:
-    """Return made-up values of a column: a text, a number or messages, or one of each of several.
-
-    Args:
-        answer: What the last message, or the end of a text, says.
-    """
+    """Return made-up values of a column: a text, a number or messages, or one of each kind."""
     said = {"user": _ASKED} if asked else {}
     said |= {"assistant": answer} if answered else {}
     text = " ".join(said.values())
@@ -104,12 +91,7 @@ def _made_up(kind: pa.DataType, answer: str, *, asked: bool, answered: bool) -> 
 
 
 def failure_message(act: Callable[[], object], *, quoted: bool) -> str:
-    """Return why something fails; empty where it does not.
-
-    Args:
-        act: Reads made-up or PUBLIC rows.
-        quoted: Whether the text of any error may be shown, which can quote a row.
-    """
+    """Return why something fails; empty where it does not."""
     try:
         act()
     except EXITS:

@@ -33,15 +33,10 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
 
 
 class Task(Protocol):
-    """A supervised learning task: the encoding of rows and the weights of their log-probabilities.
+    """A supervised task: the encoding of rows and the weights of their log-probabilities."""
 
-    Attributes:
-        rows: Number of rows of tokens for one row of data.
-        metrics: Names of the metrics that :meth:`losses` returns.
-    """
-
-    rows: int
-    metrics: tuple[str, ...]
+    rows: int  # Number of rows of tokens for one row of data
+    metrics: tuple[str, ...]  # Names of the metrics that :meth:`losses` returns
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Turn rows of data into rows of tokens, those of a user adjacent."""
@@ -213,12 +208,6 @@ class Labels:
         A CSV file has the name "1" as the number 1, and "true" as a truth value. So where some
         label is named by a number, numbers are names, and none is an index; otherwise a number is
         an index. A truth value is the label of that name, in capitals or not, if there is one.
-
-        Args:
-            label: A name, a number or a truth value.
-
-        Raises:
-            DprlhfError: It is none of the labels. The message does not quote it.
         """
         if label in self._labels:
             return self._labels.index(label)

@@ -38,14 +38,6 @@ def seconds_a_response(
     """Sample, score and differentiate one micro-batch of PUBLIC prompts.
 
     The gradient is discarded: nothing is released and the policy does not move.
-
-    Args:
-        prompts: Public prompts, repeated until they fill a micro-batch.
-        recipe: The settled recipe, in which ``rollout.batch_size`` is a number.
-        keeps: Whether sampling keeps what it computes for the gradients, as in the run.
-
-    Returns:
-        Seconds per response of the phases ``rollout``, ``reward`` and ``update`` (one pass).
     """
     rollout, update = recipe.rollout, recipe.update
     rows = max(int(rollout.batch_size), update.batch_size)
@@ -116,15 +108,7 @@ def in_words(seconds: float) -> str:
 def seconds_a_row(
     policy: CausalLMPolicy, task: Task, rows: Prompts, batch_size: int, clip_norm: float
 ) -> float:
-    """Time the gradient of some PUBLIC rows of a supervised stage; the gradient is discarded.
-
-    Args:
-        task: The stage's task, which turns rows into tokens and losses.
-        batch_size: Sequences in a micro-batch.
-
-    Returns:
-        Seconds per row of data; a preference pair is one row with two sequences.
-    """
+    """Time the gradient of some PUBLIC rows of a supervised stage; the gradient is discarded."""
     encoded = task.encode(policy, rows)
     start = time.perf_counter()
     weights = task.weights(policy, encoded, batch_size)

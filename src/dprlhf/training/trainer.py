@@ -130,11 +130,7 @@ def complete(run: Run) -> Any:
 
 
 def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[str]:
-    """Return what an operator wants to read before the first round; all of it is public.
-
-    Args:
-        seconds: Seconds of a round on one process, as public rows take; None if unknown.
-    """
+    """Return what an operator wants to read before the first round; all of it is public."""
     plan, trained = run.plan, run.recipe.trained
     rollout = run.recipe.rollout if isinstance(run.recipe, Recipe) else None
     whole = card.get("total", card)
@@ -184,9 +180,6 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
     Weights that are tied, for example, can be trained by an adapter and not be saved once it is
     merged. An adapter that starts at zero would not show it; so each parameter is moved at random
     for the time of the rehearsal. Only public rows are read.
-
-    Args:
-        beside: An existing folder on the disk that the run will write to; None for any.
     """
     policy, recipe, records = prepared.policy, stage.recipe, prepared.earlier.records
     card = privacy_card(recipe, prepared.plan, policy.dimension, bytes(32), prepared.earlier)

@@ -75,12 +75,7 @@ def together(parts: Iterable[Any]) -> Any:
 
 
 def adapter_in(model: Any, peft_config: Any) -> Any:
-    """Return a trainer's ``peft_config``; of a ``PeftModel``, that of the adapter inside it.
-
-    Raises:
-        DprlhfError: There are two adapters, or that of the model is no LoRA that is still to be
-            trained.
-    """
+    """Return a trainer's ``peft_config``; of a ``PeftModel``, that of the adapter inside it."""
     if not isinstance(model, PeftModel):
         return peft_config
     if peft_config is not None:
@@ -150,33 +145,19 @@ def with_response_template(tokenizer: Any) -> None:
 
 def trl_rewards(
     reward_funcs: Any,
-    weights: Sequence[float] | None,
-    processing_classes: Any,
+    weights: Sequence[float] | None,  # A weight for each; None for weights 1
+    processing_classes: Any,  # A tokenizer for each model; None for the model's own
     *,
     alone: bool = True,
 ) -> list[GivenReward]:
-    """Return the rewards of a trainer.
-
-    Args:
-        reward_funcs: A name of a sequence classifier, a model, a callable, or a list of these.
-        weights: A weight for each; None for weights 1.
-        processing_classes: A tokenizer for each model; None for the model's own.
-        alone: Whether no environment gives a reward beside them.
-
-    Raises:
-        DprlhfError: There is no reward, or the lengths differ.
-    """
+    """Return the rewards of a trainer."""
     if alone and (reward_funcs is None or reward_funcs in ([], ())):
         raise DprlhfError("reward_funcs: give a reward: a callable, a classifier's name or a model")
     return given_rewards(reward_funcs, weights, processing_classes)
 
 
 def names_of(rewards: Sequence[GivenReward], environments: Any = None) -> list[str]:
-    """Return the names of rewards in the logs, as TRL gives them.
-
-    Args:
-        environments: TRL's ``environment_factory``, whose classes name the reward that they give.
-    """
+    """Return the names of rewards in the logs, as TRL gives them."""
     return [_name(reward.settings, reward.given, environments) for reward in rewards]
 
 

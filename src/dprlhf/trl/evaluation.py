@@ -38,14 +38,9 @@ def evaluate_on(
     compute_metrics: ComputeMetrics | None,
     *,
     log_probs: bool = False,
-    first: int | None = None,
+    first: int | None = None,  # Sample for so many of the rows alone; None for all
 ) -> Evaluated:
-    """Sample and score one response to each public prompt.
-
-    Args:
-        log_probs: Measure KL and perplexity, too, as evaluations during a run do.
-        first: Sample for so many of the rows alone; None for all.
-    """
+    """Sample and score one response to each public prompt."""
     public = public_users(recipe, rows)
     check_public(recipe, users, public)
     prompts = evaluated(recipe, public)

@@ -22,14 +22,10 @@ Kind = Literal["honoured", "mapped", "no effect", "refused", "absent"]
 
 @dataclass(frozen=True)
 class Field:
-    """What a private trainer does with one of TRL's settings.
+    """What a private trainer does with one of TRL's settings."""
 
-    Attributes:
-        kind: Honoured, mapped, no effect, or refused; of a log field, also absent.
-        note: The recipe's key, the nearest meaning, or the reason with the nearest private setting.
-    """
-
-    kind: Kind
+    kind: Kind  # Honoured, mapped, no effect, or refused; of a log field, also absent
+    # The recipe's key, the nearest meaning, or the reason with the nearest private setting
     note: str
 
 

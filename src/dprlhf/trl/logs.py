@@ -28,12 +28,7 @@ _PUBLIC = {
 
 
 def as_logs(metrics: Mapping[str, Any], means: Mapping[str, str]) -> dict[str, float]:
-    """Return a round's released values under TRL's names, without those from public prompts.
-
-    Args:
-        metrics: The round's line of ``metrics.jsonl``.
-        means: A second name for some values, by their first: ``{"reward": "rewards/NAME/mean"}``.
-    """
+    """Return a round's released values under TRL's names, without those from public prompts."""
     logs = {
         NAMES.get(name, name): as_number(value)
         for name, value in metrics.items()
@@ -71,9 +66,6 @@ class Log:
     values are released. There are no others: a run has no epochs, and every round saves a
     checkpoint. A callback that sets ``control.should_training_stop`` ends the run after the round.
     ``state.best_metric`` is that of ``metric_for_best_model`` so far, as in transformers.
-
-    Args:
-        callbacks: ``transformers.TrainerCallback`` objects or classes.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, args: Any) -> None:
@@ -105,11 +97,7 @@ class Log:
         return None
 
     def call(self, event: str, **values: Any) -> None:
-        """Call an event of every callback.
-
-        Raises:
-            DprlhfError: A callback put hooks into the model, such as ``wandb.watch`` does.
-        """
+        """Call an event of every callback."""
         for callback in self.callbacks:
             with kept_process_state():
                 answer = getattr(callback, event)(
@@ -125,11 +113,7 @@ class Log:
         self.call("on_log", logs=dict(logs))
 
     def round(self, t: int, logs: Mapping[str, float], evaluation: Mapping[str, float]) -> None:
-        """Log a round.
-
-        Raises:
-            KeyboardInterrupt: A callback asked to stop; the run ends at a safe point.
-        """
+        """Log a round."""
         self.call("on_step_begin")
         self._reach(t)
         self.call("on_step_end")

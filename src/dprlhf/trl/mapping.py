@@ -31,22 +31,14 @@ def recipe_of(
     config: PrivacyFields,
     *,
     model: Any,
-    adapter: dict[str, Any] | None,
+    adapter: dict[str, Any] | None,  # The section policy.adapter
     rewards: Sequence[dict[str, Any]],
     users: int,
-    public: int,
+    public: int,  # Number of public prompts for the evaluation; 0 without
     quantization: Mapping[str, str] | None = None,
     agent: dict[str, Any] | None = None,
 ) -> Recipe:
-    """Return the recipe of a private trainer.
-
-    Args:
-        adapter: The section ``policy.adapter``; None takes the default for the model.
-        users: Number N of users.
-        public: Number of public prompts for the evaluation; 0 without.
-        quantization: Keys of the section ``policy`` for a quantised base model.
-        agent: The keys of ``rollout.agent`` for which there are objects; none for plain responses.
-    """
+    """Return the recipe of a private trainer."""
     args: Any = config
     participations = args.privacy_participations
     if participations is None:

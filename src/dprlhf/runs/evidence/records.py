@@ -25,28 +25,18 @@ from dprlhf.runs.opening import recipe_digest
 
 @dataclass
 class Records:
-    """The public records of one run.
-
-    Attributes:
-        card: Content of ``privacy.json``; empty where it is missing or damaged.
-        entries: The ledger's entries, verified by their chain of hashes.
-        runs: The terms of this run, then those of the earlier runs that it names.
-        alone: Cost of this run by itself; ε is infinite without noise.
-        total: Cost with all earlier runs and declared tuning runs.
-        before: Cost of everything that ran before this run; None if nothing did.
-        contradictions: Sentences on records that disagree, so that no ε can be relied on.
-    """
+    """The public records of one run."""
 
     folder: RunFolder
     recipe: AnyRecipe
-    card: dict[str, Any]
-    entries: list[Entry]
-    runs: list[Record]
-    alone: Epsilon
-    total: Epsilon
-    before: Epsilon | None
+    card: dict[str, Any]  # Content of privacy.json; empty where it is missing or damaged
+    entries: list[Entry]  # The ledger's entries, verified by their chain of hashes
+    runs: list[Record]  # The terms of this run, then those of the earlier runs that it names
+    alone: Epsilon  # Cost of this run by itself; ε is infinite without noise
+    total: Epsilon  # Cost with all earlier runs and declared tuning runs
+    before: Epsilon | None  # Cost of everything that ran before this run; None if nothing did
     finished: bool
-    contradictions: list[str] = field(default_factory=list)
+    contradictions: list[str] = field(default_factory=list)  # Sentences on records that disagree
 
     @property
     def name(self) -> str:
@@ -75,12 +65,7 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Read and check a run's public records.
-
-    Raises:
-        DprlhfError: This is no run folder, its ledger is missing, altered or empty, or its runs
-            have no common statement.
-    """
+    """Read and check a run's public records."""
     folder = RunFolder(path)
     folder.require()
     if not folder.ledger.is_file():

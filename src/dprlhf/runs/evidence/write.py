@@ -41,18 +41,12 @@ class Written(NamedTuple):
 
 def write_evidence(
     run: str | Path,
-    out: str | Path | None = None,
+    out: str | Path | None = None,  # The folder to write to; None takes comply in the run folder
     *,
     limit: float | None = None,
-    date: datetime.date | None = None,
+    date: datetime.date | None = None,  # The day to state; None takes today's, in UTC
 ) -> Written:
-    """Write the evidence on a run, from its public files alone.
-
-    Args:
-        out: The folder to write to; None takes ``comply`` in the run folder.
-        limit: The organisation's threshold for ε; an alert says when it was crossed.
-        date: The day to state; None takes today's, in UTC.
-    """
+    """Write the evidence on a run, from its public files alone."""
     with extra("report", "dprlhf comply"):
         import jinja2
 
@@ -103,11 +97,7 @@ def write_evidence(
 
 
 def answers_of(records: Records, risk: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Return each question with its answer and the files that the answer rests on.
-
-    Args:
-        risk: What a guess can gain; None where no guarantee stands.
-    """
+    """Return each question with its answer and the files that the answer rests on."""
     total, before, card = records.total, records.before, records.card
     rounds = records.terms["rounds"]
     own, *earlier = records.runs
