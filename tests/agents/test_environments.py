@@ -27,8 +27,7 @@ def acting(environments: Any = None, *tools: Any) -> CausalLMPolicy:
 def shown(responses: Responses, row: int) -> str:
     prompt = responses.mask[row].bool()
     prompt[-LENGTH:] = False
-    text: str = policy_of().tokenizer.decode(responses.tokens[row][prompt])
-    return text
+    return policy_of().tokenizer.decode(responses.tokens[row][prompt])
 
 
 def turns(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
@@ -50,7 +49,6 @@ def test_each_row_acts_in_its_own_environment_with_its_tools_alone() -> None:
         assert shown(responses, row).startswith(start + "u" + USERS[responses.user[row]])
         if isinstance(environment, Adding):  # the name chooses, and is no column for reset
             assert set(environment.row) == {"prompt", "seed"}
-        assert responses.completions is not None
         answers |= {
             (name, m["name"], "not found" in m["content"])
             for m in responses.completions[row]
@@ -68,8 +66,6 @@ def test_a_user_with_an_unknown_environment_contributes_zero_and_nobody_else(wro
     good = draw(policy, prompts_of(USERS, environment=NAMES))
     names = [wrong if user == 1 else name for user, name in enumerate(NAMES)]
     responses = draw(policy, prompts_of(USERS, environment=names))
-    assert good.failed is not None
-    assert responses.failed is not None
     assert not good.failed.any()
     assert responses.failed.tolist() == [user == 1 for user in responses.user]
     before, after = (score_responses(Scorer([turns], 3.0), each) for each in (good, responses))
@@ -83,7 +79,6 @@ def test_a_user_with_an_unknown_environment_contributes_zero_and_nobody_else(wro
 
 def test_no_row_with_a_name_is_no_error_on_private_rows() -> None:
     responses = draw(acting(), prompts_of(USERS))
-    assert responses.failed is not None
     assert responses.failed.all()
 
 
@@ -160,7 +155,6 @@ def test_a_part_that_is_no_text_costs_its_user_alone(other: Any) -> None:
     prompts = prompts_of(USERS, environment=NAMES)
     prompts.prompts[1] = [{"role": "user", "content": [part("What is this?"), other]}]
     responses = draw(acting(), prompts)
-    assert responses.failed is not None
     assert responses.failed.tolist() == [user == 1 for user in responses.user]
     with pytest.raises(DprlhfError, match="a part that is no text") as refusal:
         draw(acting(), prompts, private=False)

@@ -44,7 +44,6 @@ def test_a_turn_is_a_message_of_the_policy_and_its_score_follows_its_tools() -> 
     policy = agents.policy_of()
     AgentSampler(Agent([agents.add], Judged)).attach(policy)
     made = agents.draw(policy, agents.prompts_of([f"number {i}?" for i in range(6)]))
-    assert made.completions is not None
     said = [[m for m in row if m["role"] == "assistant"] for row in made.completions]
     assert made.turns == [len(row) for row in said]
     assert max(made.turns) > 2
@@ -54,7 +53,6 @@ def test_a_turn_is_a_message_of_the_policy_and_its_score_follows_its_tools() -> 
         assert scores[-1] == len(made.extra["environments"][row].guesses)
     reward = LoadedReward(environment_turn_rewards, "turns", by_turn=True)
     found = score_responses(Scorer([reward], 1e9), made, private=True)
-    assert found.returns is not None
     assert found.valid.all()
     for row, scores in enumerate(made.extra["turn_rewards"]):
         for turn in range(found.returns.shape[1]):
@@ -146,10 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def parameters(result: Any) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = torch.cat(
-        [w.flatten() for w in weights(result.folder.path).values()]
-    ).numpy()
-    return found
+    return torch.cat([w.flatten() for w in weights(result.folder.path).values()]).numpy()
 
 
 @pytest.mark.slow

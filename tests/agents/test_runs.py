@@ -50,7 +50,6 @@ def test_a_run_with_a_calculator(model: str, tmp_path: Path) -> None:
     roles = {m["role"] for call in SEEN for c in call["completions"] for m in c}
     assert roles == {"assistant", "tool"}
     recipe = load_recipe(result.folder.recipe)
-    assert recipe.rollout.agent is not None
     assert recipe.rollout.agent.tools == ["in-memory"]
     card = json.loads(result.folder.privacy.read_text())
     assert any("tools and environments keep nothing" in line for line in card["assumptions"])
@@ -124,23 +123,6 @@ def test_a_pool_of_environments_ends_the_run_the_same_way_with_one_user_and_with
     if charges:
         card = json.loads((tmp_path / "all/privacy.json").read_text())
         assert any("an environment that no other has had" in line for line in card["assumptions"])
-
-
-@pytest.mark.slow
-def test_a_run_with_two_environments_of_which_a_user_names_neither(model, tmp_path):
-    rows = [
-        {"prompt": agents.asked("? "), "environment": ["sums", "numbers", None, "no"][min(i, 3)]}
-        for i in range(4)
-    ] + [{"prompt": agents.asked("! "), "environment": "sums"} for _ in range(20)]
-    given = settings(model, tmp_path / "run", environment_factory=agents.TWO, prompts=rows)
-    result = dprlhf.train(**given)
-    recipe = load_recipe(result.folder.recipe)
-    assert recipe.rollout.agent is not None
-    assert recipe.rollout.agent.environment == {"sums": "in-memory", "numbers": "in-memory"}
-    assert bool(torch.cat([w.flatten() for w in weights(result.folder.path).values()]).any())
-    given = settings(model, tmp_path / "other", environment_factory=agents.TWO)
-    with pytest.raises(DprlhfError, match="column 'environment'"):
-        dprlhf.train(**given)
 
 
 @pytest.mark.slow

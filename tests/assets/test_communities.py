@@ -76,7 +76,6 @@ def test_the_guides_know_the_clusters_and_nothing_of_the_secret(sources, tmp_pat
 @pytest.mark.parametrize("name", ["community", "reading", "house_style"])
 def test_the_recipe_rewards_what_a_user_wants(name: str) -> None:
     made = load_recipe(RECIPES / f"{name}.yaml")
-    assert made.evaluation is not None
     assert made.data.path == made.evaluation.data.path
     assert (made.data.split, made.evaluation.data.split) == ("private", "public")
     rewards = _scores(name, wants=[1, 1, -1, -1])

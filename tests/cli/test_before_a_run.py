@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import json
-import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from dprlhf import recipe, train
+from dprlhf import recipe
 from dprlhf.cli import doctor
 from dprlhf.cli.answers import users_in
 from dprlhf.cli.app import app
@@ -83,7 +81,6 @@ class TestInit:
         assert made.data.user_column == "prompt"
         assert made.rewards[0].function == "my_rewards.py:brevity"
         assert made.privacy.epsilon == 2
-        assert made.evaluation is not None
         assert made.evaluation.data.path == "public.csv"
 
     def test_six_questions(self, here: Path) -> None:
@@ -115,22 +112,6 @@ class TestInit:
         assert users_in("org/prompts", "", "prompt") is None
         with pytest.raises(DprlhfError, match="there is no column 'whom'"):
             users_in("people.csv", "whom", "text")
-
-    @pytest.mark.parametrize(
-        ("column", "options"),
-        [("messages", ()), ("prompt", ()), ("a: b", ("--prompt-column", "a: b"))],
-    )
-    def test_the_column_of_the_prompts_is_one_of_the_file(self, here, column, options):
-        rows = [{"meta": {"n": i}, column: f"hello {i}", "prompt_id": i} for i in range(5)]
-        lines = "\n".join(json.dumps(row) for row in rows)
-        for name in ("private.jsonl", "public.jsonl"):
-            (here / name).write_text(lines)
-        files = ("--prompts", "private.jsonl", "--public-prompts", "public.jsonl")
-        done = call("init", *self.OPTIONS, *files, "--user-column", "prompt_id", *options)
-        assert done.exit_code == 0, done.output
-        made = load_recipe("recipe.yaml")
-        assert made.evaluation is not None
-        assert made.data.prompt_column == column
 
     @pytest.mark.parametrize(
         ("option", "value", "named"),
@@ -230,63 +211,6 @@ class TestDryRun:
         "update.batch_size=8", "rollout.max_new_tokens=2", "evaluation.prompts=8",
     )  # fmt: skip
 
-    def test_the_reward_and_what_is_cut_are_those_of_public_prompts(self, recipe_file):
-        (recipe_file.parent / "my_rewards.py").write_text(
-            "def brevity(prompts, completions):\n"
-            "    print('not to the terminal')\n"
-            "    return [float(p.split()[1]) for p in prompts]\n"
-        )
-        longer = "prompt\n" + "".join(f"public {i} {'x' * i}\n" for i in range(6))
-        (recipe_file.parent / "public.csv").write_text(longer)
-        # "public 3 xxx" has 12 bytes, each a token
-        changes = [*self.QUICK, "data.max_prompt_tokens=12", "reward_range=3"]
-        plan = dry_run(load_recipe(recipe_file, changes))
-        assert plan["public_prompts_cut"] == 2 / 6
-        assert plan["reward"] == {
-            "mean": pytest.approx((0 + 1 + 2 + 3 + 3 + 3) / 6),
-            "spread": pytest.approx(1.1547, rel=1e-4),
-            "clipped": pytest.approx(2 / 6),
-            "responses": 6,
-            "stand_ins": False,
-        }
-        assert "2, standard deviation 1.15, 33% clipped" in explain(plan)
-
-    def test_a_reward_that_the_run_would_refuse(self, recipe_file: Path) -> None:
-        (recipe_file.parent / "my_rewards.py").write_text(
-            "def brevity(prompts, completions):\n"
-            "    return [len(prompts) + i for i, _ in enumerate(prompts)]\n"
-        )
-        with pytest.raises(DprlhfError, match="'alone'"):
-            dry_run(load_recipe(recipe_file, self.QUICK))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("score", "named"),
-        [
-            ("2.5", "the reward is 2.5 on all 6 public responses: "),
-            ("100 + len(p)", r"the reward is outside ±3 \(reward_range\) on 100% of 6 public"),
-        ],
-    )
-    def test_a_reward_that_cannot_teach_is_told_of_before_it_costs_anything(
-        self, recipe_file: Path, capsys: pytest.CaptureFixture[str], score: str, named: str
-    ) -> None:
-        (recipe_file.parent / "my_rewards.py").write_text(
-            f"def brevity(prompts, completions):\n    return [{score} for p in prompts]\n"
-        )
-        made = load_recipe(recipe_file, [*self.QUICK, "reward_range=3"])
-        plan = dry_run(made)
-        assert re.search(f"warning +{named}", explain(plan))
-
-        def charge(*_: Any, **__: Any) -> None:
-            raise FloatingPointError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dprlhf.privacy.gate.Gate.release", charge)
-            with pytest.raises(DprlhfError, match="FloatingPointError"):
-                train(made, output_dir="run", quiet=True)
-        told = capsys.readouterr().err
-        assert re.search(f"^dprlhf: warning: {named}", told, re.MULTILINE)
-
     def test_no_user_is_read(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Only public prompts reach policy and reward."""
         (recipe_file.parent / "my_rewards.py").write_text(
@@ -310,18 +234,6 @@ class TestDryRun:
         assert "4 responses to stand-in prompts" in explain(plan)
         assert "are longer" not in explain(plan)
 
-    def test_a_reward_that_compares_a_users_responses_is_given_several(self, recipe_file):
-        """Centred on each user, it would be 0 on one response of a prompt."""
-        changes = [
-            *self.QUICK, "rewards.0.function=my_rewards.py:declared",
-            "rollout.responses=4", "rollout.max_new_tokens=8",
-        ]  # fmt: skip
-        plan = dry_run(load_recipe(recipe_file, changes))
-        assert plan["reward"]["responses"] == 16
-        assert plan["reward"]["mean"] == pytest.approx(0, abs=1e-9)
-        assert plan["reward"]["spread"] > 0.1
-        assert not any("the reward" in w for w in plan["warnings"])
-
 
 class TestRewardCheck:
     def test_completions_and_columns_of_the_file(self, here: Path) -> None:
@@ -335,18 +247,3 @@ class TestRewardCheck:
         assert "fails the check 'alone'" in str(done.exception)
         report, _ = reward_check("my_rewards.py:declared", "public.csv")
         assert report.per_user
-
-    def test_rows_are_read_as_a_run_reads_them(self, here: Path) -> None:
-        """A prompt may be missing, or be a number; whole numbers are no fractions for a gap."""
-        Path("seen.py").write_text(
-            "def known(prompts, completions, level):\n"
-            "    return [float(p in ('a', '', '7') and l in (1, None) and not isinstance(l, float))"
-            " for p, l in zip(prompts, level)]\n"
-        )
-        Path("gaps.jsonl").write_text('{"prompt": "a", "level": 1}\n{"prompt": null}\n')
-        assert reward_check("seen.py:known", "gaps.jsonl")[0].scores == (1.0, 1.0)
-        Path("numbers.jsonl").write_text('{"prompt": 7, "level": 1}\n' * 2)
-        assert reward_check("seen.py:known", "numbers.jsonl")[0].scores == (1.0, 1.0)
-        Path("lines.txt").write_text("one\ntwo\n")
-        report, _ = reward_check("my_rewards.py:brevity", "lines.txt", prompt_column="question")
-        assert report.rows == 2

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dprlhf.cli.app import app
-from dprlhf.errors import DprlhfError
 from dprlhf.generation import generate
 from helpers import runs, tiny
 
@@ -31,21 +30,6 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
     answers = json.loads(call(run, "--prompt", "One day", "--prompt", "Two", "--json").stdout)
     assert answers == generate(run, ["One day", "Two"])
     assert [set(a) for a in answers] == [{"prompt", "base", "tuned"}] * 2
-
-
-@pytest.mark.slow
-def test_the_length_of_a_continuation(run: Path) -> None:
-    def longest(max_new_tokens: int | None) -> int:
-        answers = generate(run, ["One", "Two", "Three"], max_new_tokens=max_new_tokens)
-        return max(len(answer["base"]) for answer in answers)
-
-    assert longest(1) <= 1 < longest(None) <= 6 < longest(40) <= 40
-    answers = json.loads(call(run, "--prompt", "One", "--max-new-tokens", "1", "--json").stdout)
-    assert answers == generate(run, ["One"], max_new_tokens=1)
-    with pytest.raises(DprlhfError, match="at least 1, not 0"):
-        generate(run, ["One"], max_new_tokens=0)
-    with pytest.raises(DprlhfError, match=r"max_new_tokens 500 is more than the 128 positions"):
-        generate(run, ["One"], max_new_tokens=500)
 
 
 @pytest.mark.slow

@@ -370,7 +370,6 @@ def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> No
         evaluation_prompts=[f"public {i}" for i in range(240)],
         **fixed | LEARNS[name],
     )
-    assert result.difference is not None
     assert result.difference.mean > 4 * result.difference.standard_error
     check_ledger(result, result.plan.releases_per_round)
     card = json.loads((tmp_path / "run/privacy.json").read_text())

@@ -84,13 +84,11 @@ class TestTheRecipeSaysWhatWasUsed:
         recipe = make_recipe(values, source="test")
         assert recipe.evaluation is None
         evaluation = recipe_of(recipe, [], {}, InMemoryInputs(None, None, PUBLIC)).evaluation
-        assert evaluation is not None
         assert evaluation.data.path == IN_MEMORY
         public = evaluation.data.like(recipe.data)
         assert (public.prompt_words, public.user_column) == (3, None)
         values["evaluation"] = {"data": {"path": "other.csv"}, "prompts": 4}
         kept = recipe_of(Recipe.model_validate(values), [], {}, InMemoryInputs(None, None, PUBLIC))
-        assert kept.evaluation is not None
         assert kept.evaluation.prompts == 4
 
     @pytest.mark.slow

@@ -715,39 +715,24 @@ def test_only_what_can_be_a_hub_id_is_looked_up_on_the_hub(tmp_path, monkeypatch
     assert asked == ["imdb", "stanfordnlp/imdb", "owner/set-v1.0"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", b'prompt,x\na,1\n"CANARY,2,3,4\nCANARY,1,2,3\n'),
-        ("c.jsonl", b'{"prompt": "a"}\n{"prompt": CANARY}\n'),
-        ("d.parquet", b"CANARY"),
-        ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
-        ("f.csv", b""),
-        ("g.tsv", b'prompt\tx\na\t1\n"CANARY\t2\t3\nCANARY\t1\t2\n'),
-        ("h.txt", b"a\n\xff\xfeCANARY\n"),
-        ("i.csv", b"prompt\na\rCANARY\n"),
-        ("j.csv", b"prompt,x\na,1\nCANARY\n"),
-        ("k.tsv", b"prompt\ta\rCANARY\n"),
-        ("l.txt", b"a\rCANARY\n"),
-        ("m.jsonl", b'{"prompt": "a"}\r{"prompt": "CANARY"}\n'),
-        ("n.csv", b'prompt\na\n"CANARY\nCANARY\n'),
-    ],
-    ids=[
-        "quotes",
-        "json",
-        "parquet",
-        "encoding",
-        "empty",
-        "tabs",
-        "text",
-        "return",
-        "short",
-        "return in tabs",
-        "return in a text",
-        "return in json",
-        "open quote",
-    ],
-)
+BROKEN = {
+    "quotes": ("a.csv", b'prompt,x\na,1\n"CANARY,2,3,4\nCANARY,1,2,3\n'),
+    "json": ("c.jsonl", b'{"prompt": "a"}\n{"prompt": CANARY}\n'),
+    "parquet": ("d.parquet", b"CANARY"),
+    "encoding": ("e.csv", b"prompt\n\xff\xfeCANARY\n"),
+    "empty": ("f.csv", b""),
+    "tabs": ("g.tsv", b'prompt\tx\na\t1\n"CANARY\t2\t3\nCANARY\t1\t2\n'),
+    "text": ("h.txt", b"a\n\xff\xfeCANARY\n"),
+    "return": ("i.csv", b"prompt\na\rCANARY\n"),
+    "short": ("j.csv", b"prompt,x\na,1\nCANARY\n"),
+    "return in tabs": ("k.tsv", b"prompt\ta\rCANARY\n"),
+    "return in a text": ("l.txt", b"a\rCANARY\n"),
+    "return in json": ("m.jsonl", b'{"prompt": "a"}\r{"prompt": "CANARY"}\n'),
+    "open quote": ("n.csv", b'prompt\na\n"CANARY\nCANARY\n'),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_file_is_named_and_not_quoted(tmp_path, capsys, name, content):
     path = tmp_path / name
     path.write_bytes(content)
@@ -1061,3 +1046,18 @@ def test_a_data_set_that_reads_its_files_in_another_way_is_refused(tmp_path, opt
     else:
         with pytest.raises(DprlhfError, match="read with skiprows, which is not known here"):
             load_rows(spec)
+
+
+def test_a_log_is_not_told_which_rows(tmp_path: Path) -> None:
+    """Which users' rows are odd, and how many, is for the operator; a log is passed on."""
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n[1]\n[2]\n')
+    (tmp_path / "a.csv").write_text("prompt,who\na,x\nb,\nc,y\nd,\n")
+    data = Data(path=str(tmp_path / "a.csv"), user_column="who")
+    for refused in (
+        lambda: load_rows(Data(path=str(tmp_path / "b.jsonl"))),
+        lambda: Users(load_rows(data), data),
+    ):
+        with pytest.raises(DprlhfError, match=r"some (rows|lines) \(on a terminal") as caught:
+            refused()
+        text = str(caught.value).replace(str(tmp_path), "")
+        assert not any(letter.isdecimal() for letter in text), text

@@ -25,8 +25,6 @@ FILE = Path(__file__).parents[2] / "examples" / "dp_policy_gradient.py"
 @pytest.fixture(scope="module")
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("dp_policy_gradient", FILE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -47,8 +47,7 @@ class TwiceRegistered(nn.Module):
         return self.head.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 class Scaled(nn.Module):
@@ -60,8 +59,7 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found: torch.Tensor = self.scale * self.inner(*args, **kwargs)
-        return found
+        return self.scale * self.inner(*args, **kwargs)
 
 
 class TimeFirst(nn.Module):
@@ -226,13 +224,6 @@ def test_alone_no_other_user_moves_a_users_gradient_by_a_bit() -> None:
     assert not torch.equal(found[0][0], found[1][0])  # the others did change
 
 
-def test_an_engine_for_one_user_takes_no_second() -> None:
-    net = nn.Linear(2, 2)
-    engine = PerUserGradients(net, dict(net.named_parameters()), alone=True)
-    with pytest.raises(ValueError, match="several users"):
-        engine.run(lambda: net(torch.ones(2, 2)).sum(), users=2, rows=2)
-
-
 def test_what_has_no_part_in_the_loss_is_refused_before_the_run() -> None:
     def spare(model: Any) -> None:
         model.transformer.spare = nn.Conv1d(2, 2, 1)
@@ -282,32 +273,27 @@ class Twin(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x, x.tanh())
-        return out
+        return self.inner(x, x.tanh())
 
 
 class Tokens(Twin):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.inner((x[..., 0] * 4).long().abs() % 9)
-        return out
+        return x + self.inner((x[..., 0] * 4).long().abs() % 9)
 
 
 class Bag(Twin):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.inner((x[..., 0] * 4).long().abs() % 9)[:, None]
-        return out
+        return x + self.inner((x[..., 0] * 4).long().abs() % 9)[:, None]
 
 
 class Attending(Twin):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return out
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 class First(Twin):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)[0]
-        return out
+        return self.inner(x)[0]
 
 
 def net_of(layer: str) -> nn.Module:

@@ -79,7 +79,6 @@ def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
     lengths = responses.response_mask.sum(1)
     rows = torch.arange(len(lengths))
     own = responses.tool_mask
-    assert own is not None
     own[rows, lengths - 1] = torch.where(lengths > 1, 0, 1)
     tokens = responses.tokens.clone()
     last = tokens.shape[1] - responses.max_new_tokens + lengths - 1

@@ -117,7 +117,6 @@ def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
 
 def trajectory(responses: Responses, row: int) -> tuple[Any, ...]:
     """Return all that a trajectory is, without padding."""
-    assert responses.completions is not None
     seen = responses.mask[row].bool()
     return (
         responses.tokens[row][seen].tolist(),

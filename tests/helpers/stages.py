@@ -31,8 +31,7 @@ def moved(policy: Any, scale: float) -> Any:
 
 def wide_policy(scale: float) -> CausalLMPolicy:
     adapter = recipe.Adapter.model_validate(ADAPTER)
-    made: CausalLMPolicy = moved(make_policy(tiny.model(), tiny.tokenizer(), adapter), scale)
-    return made
+    return moved(make_policy(tiny.model(), tiny.tokenizer(), adapter), scale)
 
 
 def examples(rows: list[dict[str, Any]], data: recipe.Data) -> Prompts:

@@ -31,7 +31,7 @@ from dprlhf.papers.regression import (
 from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
 from dprlhf.papers.regression.in_memory import InMemoryRelease
 from dprlhf.privacy.gaussian import gaussian_epsilon
-from dprlhf.updates.privls.oracle import Contribution, project
+from dprlhf.updates.privls.oracle import Contribution
 
 Array = NDArray[np.float64]
 KEY = bytes(range(32))
@@ -194,19 +194,6 @@ def test_the_guarantee_of_the_exponential_mechanism_is_pure() -> None:
     assert found.guarantee.pure
     assert found.guarantee.epsilon == 0.5
     assert found.prediction_bound == 2
-
-
-def test_a_key_decides_the_fit() -> None:
-    x, y, _ = problem()
-    oracles: list[Oracle] = [SufficientStatistics(1, 2, 5), ImproperBatchSGD(1, 2, 3)]
-    for oracle in oracles:
-        one, same, other = (
-            fit(oracle, x, y, epsilon=1, delta=1e-5, key=key).w for key in (KEY, KEY, bytes(32))
-        )
-        assert torch.equal(one, same)
-        assert not torch.equal(one, other)
-        drawn = fit(oracle, x, y, epsilon=1, delta=1e-5).w
-        assert not torch.equal(drawn, fit(oracle, x, y, epsilon=1, delta=1e-5).w)
 
 
 number = st.one_of(
@@ -421,7 +408,6 @@ def small_setup(k: int = 3, room: float = 34.0) -> issp.Setup:
     """The least room that LARGEST_GROWTH leaves, so that filters bite on few users."""
     lowest = 1 / (room + 1.25 * (2 * k + 1) + k)
     constants = issp.proof_constants(lowest, k)
-    assert constants is not None
     return issp.Setup(k, lowest, constants[0], (0.0,) * (k + 1), 0.0)
 
 
@@ -544,7 +530,6 @@ def test_levels_rise_as_the_proof_asks(k: int) -> None:
 @pytest.mark.parametrize("epsilon", [0.05, 0.5, 4.0, 40.0])
 def test_fail_probabilities_are_indistinguishable(epsilon: float, delta: float) -> None:
     fail = issp.fail_probabilities(epsilon, delta, 1e4)
-    assert fail is not None
     assert fail[0] == 0
     assert fail[-1] == 1
     exact = [Fraction(q) for q in fail]
@@ -576,7 +561,6 @@ def test_the_release_of_issp_has_the_stated_noise() -> None:
     assert not failed
     np.testing.assert_allclose(plain, np.linalg.lstsq(x, y)[0], rtol=1e-3)
     setup = issp.make_setup(4 * 3 / 4000, epsilon, delta)
-    assert setup is not None
     rows = [
         oracle.solve(*data, uniform=0.5, normals=unit, **given)[0] - plain
         for unit in torch.eye(3, dtype=torch.float64)
@@ -613,7 +597,6 @@ def test_issp_spends_its_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spent["release"]
     # The noise is the bound on the move, at the multiplier of the release.
     constants = issp.proof_constants(1e-4, setup.k)
-    assert constants is not None
     assert setup.growth == constants[0]
     options = [noise(constants[1], e, d) for e, d in spent["release"]]
     assert any(o is not None and setup.noise == constants[2] * o for o in options)
@@ -684,33 +667,17 @@ def test_no_data_breaks_issp() -> None:
         assert bool(out.w.isfinite().all())
 
 
-def test_projection() -> None:
-    w = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert project(w, 1.0).tolist() == pytest.approx([0.6, 0.8])
-    assert torch.equal(project(w, 5.5), w)
-    assert torch.equal(project(0 * w, 1.0), 0 * w)
-
-
 X, Y = np.eye(2), np.ones(2)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: SufficientStatistics(1, 1, 0), "radius must be a positive"),
         (lambda: ProjectedSGD(math.nan, 1, 3, radius=1), "feature_bound must be a positive"),
-        (lambda: ImproperBatchSGD(1, 0, 3), "target_bound must be a positive"),
-        (lambda: ImproperBatchSGD(1, 1, 0), "steps"),
-        (lambda: ISSP(1, 1, leverage=0), "leverage must be a positive"),
-        (lambda: Exponential(None, 1), "finite set"),  # type: ignore[arg-type]
         (lambda: Exponential(torch.empty(0, 2), 1), "finite set"),
         (lambda: Exponential([[1.0], [math.inf]], 1), "not finite"),  # type: ignore[arg-type]
-        (lambda: fit(Exponential(torch.eye(3), 1), X, Y, epsilon=1), "3 dimensions, features 2"),
         (lambda: fit(Exponential(torch.eye(2), 1), X, Y, epsilon=1, delta=0.1), "leave delta at 0"),
         (lambda: fit(GAUSSIAN[0], X, Y, epsilon=1), "only exponential is pure"),
-        (lambda: fit(GAUSSIAN[0], X, Y, epsilon=0, delta=1e-5), "epsilon must be above 0"),
-        (lambda: fit(GAUSSIAN[0], X, Y[:1], epsilon=1, delta=1e-5), "must be \\[users, d\\]"),
-        (lambda: fit(GAUSSIAN[0], "abc", Y, epsilon=1, delta=1e-5), "arrays of numbers"),
         (lambda: fit(GAUSSIAN[0], X[:0], Y[:0], epsilon=1, delta=1e-5), "users must be above 0"),
         # A word for replace-one that is not the right one would get the budget of add-remove.
         (

@@ -107,7 +107,6 @@ def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch
 def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(model_type, layers):
     policy = policy_of(model_type, layers)
     rows = sampled(policy)
-    assert rows.kept is not None
     assert rows.kept.fits(policy)
     assert len(set(rows.response_mask.sum(1).tolist())) > 1  # some end early
     total, norms = sums(policy, rows)
@@ -148,7 +147,6 @@ def test_a_layer_that_is_called_twice_is_computed_again(longest: int) -> None:
     hook = mlp.register_forward_hook(again)
     rows = sampled(policy)
     hook.remove()
-    assert rows.kept is not None
     names = {name for batch in rows.kept.batches for name in batch}
     assert any("layers.2.mlp.up_proj" in name for name in names)
     assert not any("layers.2.mlp.gate_proj" in name for name in names)
@@ -163,7 +161,6 @@ def test_a_policy_that_moved_takes_the_input_of_its_lowest_trained_layer_alone()
     with torch.no_grad():
         for weight in policy.parameters.values():
             weight.mul_(-1.5)
-    assert rows.kept is not None
     assert not rows.kept.fits(policy)
     torch.testing.assert_close(
         sums(policy, rows)[0], sums(policy, without(rows))[0], rtol=1e-10, atol=1e-12
@@ -211,7 +208,6 @@ def test_while_an_adapter_adds_nothing_the_base_policy_takes_all_that_was_kept(k
             last[0].fill_(0.1)  # it moved after sampling, which changes nothing of the base policy
         np.testing.assert_array_equal(token_logprobs(policy, rows, 8), found)
     moved = sampled(policy)
-    assert moved.kept is not None
     with policy.base():
         assert not moved.kept.fits(policy)
 
@@ -225,7 +221,6 @@ def test_an_adapter_that_rounds_differently_is_not_taken_for_the_base_policy() -
             if ".lora_B." in name:
                 weight.zero_()
     rows = sampled(policy)
-    assert rows.kept is not None
     with policy.base():
         assert not rows.kept.fits(policy)
 
@@ -293,7 +288,6 @@ def test_every_adapter_has_the_gradients_of_a_second_pass(model_type, adapter):
         spec = {"type": "peft", "peft": fields}
     policy = policy_of(model_type, spec=spec)
     rows = sampled(policy)
-    assert rows.kept is not None
     assert rows.kept.parts.skipped
     total, norms = sums(policy, rows)
     assert norms.min() > 0.01

@@ -108,16 +108,6 @@ def test_the_stated_noise_of_each_round_is_that_of_its_release(tmp_path: Path) -
     np.testing.assert_allclose(measured, stated, rtol=0.03)
 
 
-def test_the_sum_over_rounds_carries_less_noise(tmp_path: Path) -> None:
-    spread = {}
-    for bands in (1, 4, ROUNDS):
-        (folder := tmp_path / str(bands)).mkdir()
-        spread[bands] = released_noise(plan(bands=bands), folder).sum(axis=0).std()
-    assert spread[ROUNDS] < spread[4] < spread[1]
-    exact = np.linalg.norm(np.ones(ROUNDS) @ np.linalg.inv(dense(ROUNDS, ROUNDS)))
-    assert spread[ROUNDS] / spread[1] == pytest.approx(exact / np.sqrt(ROUNDS), rel=0.04)
-
-
 @pytest.fixture
 def ledgers(tmp_path: Path) -> Iterator[Any]:
     """Open the same ledger again and again."""

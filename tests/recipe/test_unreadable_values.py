@@ -1,16 +1,11 @@
 """Values that YAML cannot read, and settings that are gone: one line names each."""
 
-import re
 from pathlib import Path
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from dprlhf.cli.app import app
-from dprlhf.errors import REMOVED, DprlhfError
+from dprlhf.errors import DprlhfError
 from dprlhf.recipe import load_any_recipe
-from helpers.recipes import SMALL
 
 UNREADABLE = ["2024-99-99", "!!int x", "!!int ''", "!!bool maybe", "!!timestamp x", "0x_", "[a"]
 """Values that YAML's own types refuse, each with an error of its own."""
@@ -32,15 +27,3 @@ def test_a_stage_of_a_recipe_that_is_no_word(text: str, tmp_path: Path) -> None:
     with pytest.raises(DprlhfError, match="stage: it is one of") as caught:
         load_any_recipe(tmp_path / "recipe.yaml", [f"stage={text}"])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_what_is_gone_is_refused_with_what_takes_its_place(name: str, tmp_path: Path) -> None:
-    if name.startswith("dprlhf "):
-        with pytest.raises(DprlhfError, match=f"is gone: {re.escape(REMOVED[name])}"):
-            CliRunner().invoke(app, name.split()[1:], catch_exceptions=False)
-        return
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(SMALL))
-    key = name.replace("rewards.", "rewards.0.")
-    with pytest.raises(DprlhfError, match=f"'{key}' is gone: {re.escape(REMOVED[name])}"):
-        load_any_recipe(tmp_path / "recipe.yaml", [f"{key}=3"])

@@ -500,8 +500,6 @@ LOGGER = logging.getLogger("tests.chatty")
 def chatty(completions: list[str], **_: Any) -> list[float]:
     print(f"{CANARY} stdout")
     print(f"{CANARY} stderr", file=sys.stderr)
-    assert sys.__stdout__ is not None
-    assert sys.__stderr__ is not None
     sys.__stdout__.write(f"{CANARY} original stdout\n")  # stays in its buffer
     sys.__stderr__.write(f"{CANARY} original stderr\n")
     os.write(1, f"{CANARY} descriptor\n".encode())

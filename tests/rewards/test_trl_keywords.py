@@ -1,6 +1,5 @@
 """Rewards as TRL 1.16 calls them: trainer_state, log_metric, log_extra, asynchronous, stateful."""
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -232,19 +231,3 @@ def test_a_list_that_lies_about_its_length_costs_its_user_alone() -> None:
 
     scores = score(LoadedReward(reward, "r", per_user=True), TEXTS, private=True)
     assert scores.valid.tolist() == [text != "bb" for text in TEXTS]
-
-
-def test_asynchronous_rewards_run_side_by_side_and_beside_synchronous_ones() -> None:
-    met = {"a": asyncio.Event(), "b": asyncio.Event()}
-
-    def meeting(own: str, other: str) -> Any:
-        async def reward(completions: list[str]) -> list[float]:
-            met[own].set()
-            await asyncio.wait_for(met[other].wait(), 10)  # never set, if the other runs after it
-            return length(completions)
-
-        return reward
-
-    result = score([meeting("a", "b"), length, meeting("b", "a")], TEXTS)
-    assert result.values.tolist() == [3.0, 6.0, 9.0, 12.0]
-    assert result.failures == {}

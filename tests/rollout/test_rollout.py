@@ -257,14 +257,6 @@ def test_a_response_ends_where_its_room_does() -> None:
     assert short == [row[:most] for row, most in zip(whole, (2, 5), strict=True)] != whole
 
 
-def test_no_users_no_responses() -> None:
-    """A round may be empty; what it releases is noise, but it must run."""
-    empty = draw(policy_of(), prompts_of([], [], []))
-    assert empty.tokens.shape == (0, 6)
-    assert empty.users == 0
-    assert len(empty.texts) == len(empty.user) == len(empty.from_base) == 0
-
-
 def chi_squared(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     """The p-value of the counts; tokens that are expected fewer than 8 times count as one."""
     expected = probabilities * len(tokens)

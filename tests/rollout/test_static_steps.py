@@ -16,7 +16,6 @@ from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.static_steps import StaticSteps
 from helpers import tiny
 from helpers.graph_recorder import Cuda
-from helpers.marks import slow
 from helpers.sampled import TEMPERATURE, draw, five, model_of, policy_of
 
 WIDTH, SIZE, NEW = 12, 4, 6
@@ -113,27 +112,6 @@ def test_rows_do_not_move_each_other() -> None:
         own = [x.view(SIZE, -1)[0] for x in three]
         assert torch.equal(own[0], own[1])
         assert torch.equal(own[0], own[2])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"base_policy": "reference"},
-        {"responses": 1 + 2, "batch_size": 2},
-        {"max_new_tokens": 1},
-        {"max_new_tokens": 2, "batch_size": 1},
-    ],
-)
-@pytest.mark.parametrize("graphs", [False, slow(True)])
-def test_sampling_gives_the_same_responses(changes, graphs, monkeypatch):
-    settings = {"responses": 4, "batch_size": 8, **changes}
-    expected = draw(policy_of("llama"), five(), **settings)
-    made = functools.partial(StaticSteps, cuda=Cuda() if graphs else None)
-    monkeypatch.setattr(static_steps, "StaticSteps", made)
-    monkeypatch.setattr(sampling, "replays_graphs", lambda *_: True)
-    found = draw(policy_of("llama"), five(), **settings)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.mask, expected.mask)
 
 
 def test_what_is_cut_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,6 @@ def test_the_prompts_text_is_no_part_of_a_stop_string() -> None:
     """Every prompt ends with "ab"; a response that starts with "c" does not complete "abc"."""
     policy = stopped_at("abc", "bc")
     letters = policy.tokenizer("c")["input_ids"]
-    assert policy.stop is not None
     assert not bool(policy.stop.completed(torch.tensor([letters]))[0])
     assert bool(policy.stop.completed(torch.tensor([policy.tokenizer("xbc")["input_ids"]]))[0])
 
@@ -109,13 +108,11 @@ def test_ended_responses_and_those_that_are_left_out() -> None:
     assert ended(policy, responses).tolist() == expected
     assert 0 < sum(expected) < len(expected)
     assert any(len(t) == LENGTH for t, done in zip(tokens, expected, strict=True) if not done)
-    assert responses.left_out is not None
     assert responses.left_out.tolist() == [not done for done in expected]
     assert draw(policy, texts()).left_out is None
     messages = [[{"role": "assistant", "content": text}] for text in responses.texts]
     some = dataclasses.replace(responses, completions=messages).take(np.array([5, 2]))
     assert some.completions == [messages[5], messages[2]]
-    assert some.left_out is not None
     assert some.left_out.tolist() == [not expected[5], not expected[2]]
     assert measure(policy, responses, None)["ended_share"].mean == np.mean(expected)
 

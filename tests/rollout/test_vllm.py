@@ -174,7 +174,6 @@ def test_a_response_that_stops_without_an_end_costs_its_user_alone(fake: vllm_st
     whole = draw(policy, five(), backend="vllm")
     fake.cuts_short = True
     broken = draw(policy, five(), backend="vllm")
-    assert whole.failed is not None
     assert broken.failed is not None
     assert not whole.failed.any()
     assert np.flatnonzero(broken.failed).tolist() == [0]

@@ -89,8 +89,7 @@ def run(finished: Finished, tmp_path: Path) -> Path:
 
 def statement_of(run: Path, out: Path, limit: float | None = None) -> dict[str, Any]:
     written = write_evidence(run, out, limit=limit, date=DAY)
-    found: dict[str, Any] = json.loads(written.json.read_text())
-    return found
+    return json.loads(written.json.read_text())
 
 
 def answers_of(statement: dict[str, Any]) -> dict[str, str]:

@@ -225,8 +225,7 @@ def after(folder: RunFolder, rounds: int, optimizer: str = "adam") -> dict[str, 
     training = Training(folder, optimizer)
     for t in range(1, rounds + 1):
         training.step(t)
-    state: dict[str, torch.Tensor] = training.policy.state()
-    return state
+    return training.policy.state()
 
 
 def assert_is_after(folder: RunFolder, rounds: int, optimizer: str = "adam") -> None:

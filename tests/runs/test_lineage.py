@@ -134,42 +134,24 @@ def test_the_weights_are_the_same_and_load(place: Path, tmp_path: Path) -> None:
     assert carried_by(str(tmp_path / "again"))[0]["runs"][0]["run"] == run_id(place / "run")
 
 
-def only_file(folder: Path) -> None:
-    """Keep the file beside the weights alone."""
+def keep_alone(folder: Path, name: str) -> None:
+    """Take the record out of each place but one of a merged model."""
+    kept = (folder / name).read_bytes()
     settings = json.loads((folder / "config.json").read_text())
     del settings[KEY]
     (folder / "config.json").write_text(json.dumps(settings))
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-    (folder / "README.md").unlink()
+    for record in ("README.md", FILE):
+        (folder / record).unlink()
+    (folder / name).write_bytes(kept)
 
 
-def only_config(folder: Path) -> None:
-    kept = (folder / "config.json").read_text()
-    only_file(folder)
-    (folder / "config.json").write_text(kept)
-    (folder / FILE).unlink()
-
-
-def only_weights(folder: Path) -> None:
-    kept = (folder / "model.safetensors").read_bytes()
-    only_file(folder)
-    (folder / "model.safetensors").write_bytes(kept)
-    (folder / FILE).unlink()
-
-
-def only_card(folder: Path) -> None:
-    kept = (folder / "README.md").read_text()
-    only_file(folder)
-    (folder / "README.md").write_text(kept)
-    (folder / FILE).unlink()
-
-
-@pytest.mark.parametrize("left", [only_file, only_config, only_weights, only_card])
+@pytest.mark.parametrize("left", [FILE, "config.json", "model.safetensors", "README.md"])
 @pytest.mark.parametrize("reward", [False, True], ids=["policy", "reward"])
 def test_a_copied_model_is_refused_unless_its_run_is_named(place, tmp_path, left, reward):
     model = shutil.copytree(place / "merged", tmp_path / "another name")
     (model / "privacy.json").unlink()
-    left(model)
+    keep_alone(model, left)
     with pytest.raises(DprlhfError, match=TUNED) as refusal:
         read_earlier(recipe(model, reward=reward))
     assert f"previous: [{{run: {model}}}]" in str(refusal.value)  # what to write

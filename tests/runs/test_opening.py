@@ -39,7 +39,6 @@ def recipe(**changes: Any) -> AnyRecipe:
 def refused(private: Any, public: Any, **changes: Any) -> bool:
     """Return whether a run on the users' prompts is refused these prompts for its evaluation."""
     made = recipe(**changes)
-    assert made.evaluation is not None
     users = Users(rows_from(private, "prompt"), made.data)
     rows = made.evaluation.data.like(made.data)
     try:
@@ -128,27 +127,21 @@ def test_a_subspace_may_take_all_public_rows_so_all_are_compared() -> None:
     assert not refused(PROMPTS, public[:-1], **changes)
 
 
-def in_numpy(rows: datasets.Dataset) -> datasets.Dataset:
-    return rows.with_format("numpy")
-
-
-def read_again(rows: datasets.Dataset) -> datasets.Dataset:
-    return datasets.Dataset.from_dict(rows.to_dict())
-
-
-def one_row_less(rows: datasets.Dataset) -> datasets.Dataset:
-    return rows.select(range(len(rows) - 1))
-
-
 @pytest.mark.parametrize(
-    ("copied", "same"), [(None, True), (in_numpy, True), (read_again, True), (one_row_less, False)]
+    ("copied", "same"),
+    [
+        (lambda rows: rows, True),
+        (lambda rows: rows.with_format("numpy"), True),
+        (lambda rows: datasets.Dataset.from_dict(rows.to_dict()), True),
+        (lambda rows: rows.select(range(len(rows) - 1)), False),
+    ],
+    ids=["itself", "in numpy", "read again", "one row less"],
 )
 def test_no_declaration_makes_the_users_dataset_public(copied: Any, same: bool) -> None:
     """Whose rows these are need not be asked of their texts: they are the users', all of them."""
     given = datasets.Dataset.from_dict({"prompt": PROMPTS})
-    other = given if copied is None else copied(given)
     made = recipe(evaluation__declared_public=True)
-    users, public = (Users(rows_from(one, "prompt"), made.data) for one in (given, other))
+    users, public = (Users(rows_from(one, "prompt"), made.data) for one in (given, copied(given)))
     if same:
         with pytest.raises(DprlhfError, match=r"^evaluation.data: these are the users' rows"):
             check_public(made, users, public)

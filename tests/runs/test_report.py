@@ -124,9 +124,6 @@ class TestWholeRun:
             math.fsum(s[key] for s in samples) / len(samples)
             for key in ("reward_before", "reward_after")
         )
-        assert seen.before is not None
-        assert seen.after is not None
-        assert seen.rise is not None
         assert (seen.before[0], seen.after[0]) == pytest.approx((before, after), rel=1e-12)
         assert seen.rise[0] == pytest.approx(after - before, rel=1e-9)
         assert seen.charged == list(range(1, ROUNDS + 1))

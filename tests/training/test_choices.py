@@ -14,7 +14,6 @@ from dprlhf.training.choices import (
     Choice,
     Signal,
     best_choices,
-    candidates,
     cosines,
     guessed_noise,
     is_slow,
@@ -69,10 +68,6 @@ class TestFigures:
 
 
 class TestCandidates:
-    def test_a_users_rounds_divide_the_rounds_of_random_allocation(self) -> None:
-        listed = candidates(400, most_responses=1e9, partitions=["random-allocation"])
-        assert all(c.rounds % c.participations == 0 for c in listed)
-
     @pytest.mark.parametrize(("epsilon", "close"), [(0.3, 0.02), (1.0, 0.12), (4.0, 0.12)])
     @pytest.mark.parametrize("rounds", [4, 16])
     def test_the_guess_is_near_the_accountants_noise(self, rounds, epsilon, close):
@@ -112,12 +107,6 @@ class TestTheBest:
         assert [c.candidate.rounds for c in best] == [5, 6]
         assert passed == 0
         assert len(self.asked) == 2
-
-
-def test_a_costed_plan_keeps_within_epsilon() -> None:
-    cost, _ = planner(400, 1.0, 1e-5, adjacency=None, releases=1)
-    plan = cost(ONE_PASS)
-    assert plan == make_plan(users=400, rounds=8, delta=1e-5, epsilon=1.0)
 
 
 @pytest.mark.slow

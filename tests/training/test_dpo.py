@@ -92,13 +92,6 @@ def test_one_user_fewer_moves_the_sum_by_its_own_part(user: str) -> None:
     torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.slow
-def test_micro_batches_do_not_change_the_sum() -> None:
-    found = [sums(settings(), PAIRS, 0.05, size) for size in (1, 3, 4, 64)]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-8, atol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")  # a round silences it
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
 def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_nothing(update):

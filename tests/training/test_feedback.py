@@ -270,14 +270,6 @@ def test_a_column_of_another_kind_is_refused(label: Any, model: str, tmp_path: P
         dprlhf.train_stage(spec, data=logs(0, 40, label=label), quiet=True)
 
 
-def test_numbers_as_labels_are_warned_of(model, tmp_path, capsys):
-    for name, update in (("plain", {}), ("told", {"baseline": 0.5})):
-        spec = stage_of_logs(model, tmp_path / name, update=update)
-        rows = [r | {"label": int(r["label"])} for r in logs(0, 40)]
-        dprlhf.train_stage(spec, data=rows, quiet=True)
-        assert ("set update.baseline=0.5" in capsys.readouterr().err) == (name == "plain")
-
-
 @pytest.mark.slow
 @each_loss
 def test_it_learns_without_noise(loss, tmp_path, monkeypatch):

@@ -93,23 +93,6 @@ def test_a_subspace_comes_from_public_prompts_alone(model: str, tmp_path: Path) 
     assert not torch.equal(found[0][-1]["directions"], found[1][-1]["directions"])  # the policies'
 
 
-@pytest.mark.slow
-def test_a_release_has_as_many_coordinates_as_there_are_directions(model, tmp_path, monkeypatch):
-    lengths: list[int] = []
-    release = Gate.release
-
-    def watched(self: Any, t: int, bounded: Any) -> Any:
-        lengths.append(len(bounded.total))
-        return release(self, t, bounded)
-
-    monkeypatch.setattr("dprlhf.privacy.gate.Gate.release", watched)
-    result = train(model, tmp_path / "run", **settings())
-    assert lengths == [3 + 2] * 3  # and the telemetry
-    assert result.policy.dimension > 100
-    entries = [e for e in read_ledger(tmp_path / "run/ledger.jsonl") if e.kind == "charge"]
-    assert len(entries) == 3
-
-
 def test_public_rows_need_not_know_the_sign_that_only_users_know() -> None:
     made = make_recipe(
         recipe_settings(

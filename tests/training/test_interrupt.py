@@ -70,33 +70,6 @@ def test_an_error_is_not_replaced_by_the_interrupt() -> None:
         raise ValueError("mine")
 
 
-def test_handlers_come_back_after_every_way_out() -> None:
-    seen: list[int] = []
-
-    def mine(number: int, frame: object) -> None:
-        seen.append(number)
-
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        for ending in (None, KeyboardInterrupt, RuntimeError):
-            try:
-                with Interruptible():
-                    assert signal.getsignal(signal.SIGTERM) is not mine
-                    if ending:
-                        raise ending
-            except (KeyboardInterrupt, RuntimeError):
-                pass
-            assert signal.getsignal(signal.SIGTERM) is mine
-        with pytest.raises(KeyboardInterrupt), Interruptible():
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is mine
-        assert not seen
-        signal.raise_signal(signal.SIGTERM)
-        assert seen == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_an_interrupt_of_one_round_is_not_carried_into_the_next() -> None:
     with pytest.raises(KeyboardInterrupt), Interruptible():
         signal.raise_signal(signal.SIGINT)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 import dprlhf
@@ -169,11 +168,3 @@ def test_a_resumed_run_states_what_an_uninterrupted_one_does(model, tmp_path, mo
 def test_a_value_from_users_who_taught_the_policy_is_refused(changes, message):
     with pytest.raises((DprlhfError, ValueError), match=message):
         stage_of_logs("x", Path("run"), **FREE, **changes)
-
-
-def test_the_state_of_the_sums_is_kept() -> None:
-    one, two = LoggedValue(), LoggedValue()
-    one.add([0.1, 0.2, 0.3, 0.4], 0.01, 0.5)
-    one.add([0.2, 0.1, 0.3, 0.4], 0.01, 0.5)
-    two.load_state({k: torch.clone(v) for k, v in one.state().items()})
-    assert two.estimates(30, 0, 1) == one.estimates(30, 0, 1)

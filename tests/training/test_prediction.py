@@ -35,7 +35,6 @@ def test_a_step_moves_all_parameters_that_a_subspace_lies_in() -> None:
 
 def test_the_first_step_gains_what_the_gradient_says() -> None:
     model = reward_model(SIGNAL, start=0.5, reward_range=3.0)
-    assert model is not None
     step = np.array([1e-4])
     assert model.rise(Travel(np.ones(1), step, 0 * step)) == pytest.approx(0.4e-4, rel=1e-3)
     far = model.rise(Travel(np.ones(1), np.array([1e9]), np.zeros(1)))

@@ -110,28 +110,6 @@ def test_sft_clips_each_users_loss_gradient_over_all_its_documents(clip_norm: fl
     np.testing.assert_allclose(losses, torch.stack(alone).detach().numpy(), rtol=1e-7)
 
 
-def test_a_whole_text_and_a_conversation_are_documents_too() -> None:
-    trained = wide_policy(0.1)
-    text = recipe.Documents(path="x", prompt_column="text", completion_column=None)
-    encoded = NextTokens(text).encode(trained, examples([{"text": "ab"}], text))
-    assert encoded.mask.sum(1).tolist() == [1 + 2 + 1]  # start, two letters, end
-    trained.tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    chat = [
-        {
-            "prompt": [{"role": "user", "content": "hi"}],
-            "completion": [{"role": "assistant", "content": "yo"}],
-        }
-    ]
-    data = recipe.Documents(path="x")
-    encoded = NextTokens(data).encode(trained, examples(chat, data))
-    tokens = [t[m.bool()] for t, m in zip(encoded.tokens, encoded.mask, strict=True)]
-    assert trained.tokenizer.decode(tokens[0]) == "<u>hi<a>yo<eos>"
-    assert int(encoded.response_mask.sum()) == 3
-
-
 def test_a_text_is_followed_by_an_end_whatever_it_ends_with() -> None:
     trained, data = wide_policy(0.1), recipe.Documents(path="x")
     for text in ("yo", "yo<eos>", "yo<eos>!"):
@@ -260,8 +238,7 @@ OF_PAIRS = recipe.Preferences(path="x", user_column="user", max_prompts_per_user
 def score(trained: Any, text: str) -> torch.Tensor:
     """The logits of one text without padding, ``[outputs]``."""
     ids = trained.tokenizer(text, truncation=True, max_length=24)["input_ids"]
-    logits: torch.Tensor = trained.model(input_ids=torch.tensor([ids])).logits[0]
-    return logits
+    return trained.model(input_ids=torch.tensor([ids])).logits[0]
 
 
 @pytest.mark.parametrize(("kind", "clip_norm"), [("model", 1e6), ("encoder", 0.01)])
@@ -331,16 +308,17 @@ VALUE_BIASES = recipe.Adapter(
 )
 
 
+def stage_of(kind: Any, model: str, folder: Path, **changes: Any) -> Any:
+    values = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER}, "data": DATA,
+        "privacy": {"epsilon": 8.0}, "rounds": 2, "output_dir": str(folder),
+    }  # fmt: skip
+    return kind.model_validate(values | changes)
+
+
 def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": DATA,
-        "optimizer": {"learning_rate": 0.05},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 4,
-        "output_dir": str(folder),
-    }
-    return recipe.SFTRecipe.model_validate(values | changes)
+    fixed = {"optimizer": {"learning_rate": 0.05}, "rounds": 4}
+    return stage_of(recipe.SFTRecipe, model, folder, **fixed | changes)
 
 
 def test_the_bound_on_a_rounds_users_is_the_plans(model, tmp_path, monkeypatch):
@@ -384,9 +362,6 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(model, tmp_path, monkeyp
     assert sum(json.loads(line)["users_not_readable"] or 0 for line in lines) == 1
 
 
-"""Settings of data that the code for files reads, which all stages share."""
-
-
 def test_the_rehearsal_of_the_end_leaves_nothing(model, tmp_path, monkeypatch):
     seen = []
 
@@ -412,15 +387,11 @@ def test_a_pipeline_states_one_total(model, tmp_path, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained(first.folder.model).num_parameters() > 0
     assert len([e for e in read_ledger(first.folder.ledger) if e.kind == "charge"]) == 4
 
-    spec = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
-        "privacy": {"epsilon": 4.0},
-        "rounds": 4,
-        "output_dir": "two",
-        "previous": [{"run": "one", "users": "disjoint"}],
-    }
-    second = recipe.RewardRecipe.model_validate(spec)
+    second = stage_of(
+        recipe.RewardRecipe, model, Path("two"), privacy={"epsilon": 4.0}, rounds=4,
+        data={"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        previous=[{"run": "one", "users": "disjoint"}],
+    )  # fmt: skip
     with pytest.raises(DprlhfError, match="one and this run are declared to have no users") as bad:
         dprlhf.train_stage(second, data=preferences(39, 40), quiet=True)
     assert "u39" not in str(bad.value)
@@ -472,18 +443,12 @@ def test_a_pipeline_states_one_total(model, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {
-            "path": "in-memory",
-            "user_column": "user",
-            "max_tokens": 16,
-            "max_prompts_per_user": 1,
-        },
-        "evaluation": {"data": {"path": "in-memory"}, "prompts": 6},
-        "privacy": {"epsilon": 4.0, "tuning_runs": 1},
-        "rounds": 4,
-    }
+    spec = stage_of(
+        recipe.RewardRecipe, model, Path("run"), rounds=4,
+        data={"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        evaluation={"data": {"path": "in-memory"}, "prompts": 6},
+        privacy={"epsilon": 4.0, "tuning_runs": 1},
+    )  # fmt: skip
     encoded: list[Any] = []
     real = Pairs.encode
 
@@ -493,7 +458,7 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Pairs, "encode", spied)
     public = [{"prompt": f"p{i}", "chosen": " aaaa", "rejected": " zzz"} for i in range(8)]
-    plan = dry_run_stage(recipe.RewardRecipe.model_validate(spec), preferences(0, 40), public)
+    plan = dry_run_stage(spec, preferences(0, 40), public)
     made_up = [str(row.prompts[0]) for row in made_up_rows(*FORM)]
     assert set(encoded) == {f"p{i}" for i in range(6)} | set(made_up)
     # 4 rounds of 10 users; a forward pass is about a third of a step, twice over 6 rows.
@@ -639,28 +604,6 @@ def refused(spec: recipe.AnyRecipe, match: str, **given: Any) -> str:
     return str(caught.value)
 
 
-def rewarding(model: str, folder: Path, **changes: Any) -> recipe.RewardRecipe:
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {"path": "in-memory", "user_column": "user", "max_tokens": 16},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 2,
-        "output_dir": str(folder),
-    }
-    return recipe.RewardRecipe.model_validate(values | changes)
-
-
-def preferring(model: str, folder: Path, **changes: Any) -> recipe.DPORecipe:
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": DATA,
-        "privacy": {"epsilon": 8.0},
-        "rounds": 2,
-        "output_dir": str(folder),
-    }
-    return recipe.DPORecipe.model_validate(values | changes)
-
-
 def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
@@ -671,9 +614,11 @@ def test_a_tokenizer_without_an_end_is_refused(kind: str, tmp_path: Path) -> Non
     base, inner = str(tiny.save(tmp_path / "base")), tiny.tokenizer().backend_tokenizer
     made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<eos>", pad_token="<eos>")
     made.save_pretrained(base)
-    make, rows = (sft, people) if kind == "sft" else (preferring, preferences)
+    make, rows = {
+        "sft": (recipe.SFTRecipe, people), "dpo": (recipe.DPORecipe, preferences),
+    }[kind]  # fmt: skip
     said = "^data: no row can be read.*no end-of-sequence token"
-    refused(make(base, tmp_path / "run"), said, data=rows(0, 8))
+    refused(stage_of(make, base, tmp_path / "run"), said, data=rows(0, 8))
 
 
 def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
@@ -704,8 +649,8 @@ def test_a_made_up_row_has_the_form_of_the_users_rows() -> None:
 
 def test_a_public_row_that_cannot_be_read_is_found_before_the_first_charge(model, tmp_path):
     label = {"path": "in-memory", "label_column": "label"}
-    spec = rewarding(
-        model, tmp_path / "run", labels=["bad", "good"], data=label,
+    spec = stage_of(
+        recipe.RewardRecipe, model, tmp_path / "run", labels=["bad", "good"], data=label,
         evaluation={"data": {"path": "in-memory"}, "prompts": 64},
     )  # fmt: skip
     rows = [{"prompt": f"it was {i}", "label": "good"} for i in range(8)]

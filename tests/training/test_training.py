@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import dprlhf
 from dprlhf import DprlhfError
@@ -503,6 +503,30 @@ def test_a_continued_run_goes_on_from_the_shares_that_it_has_released(tmp_path, 
 
 
 FEW: dict[str, Any] = {"prompts": [f"user {i}" for i in range(12)], "rounds": 2}
+
+
+class Recorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("begin", state.max_steps, kwargs))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        assert not kwargs  # no model, no batch, no data loader
+        self.seen.append(("log", state.global_step, logs))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("end", len(state.log_history), args.output_dir))
+
+
+def test_callbacks_of_transformers_see_what_is_published(model: str, tmp_path: Path) -> None:
+    recorder, plain, run = Recorder(), list[Any](), tmp_path / "run"
+    dprlhf.train(**settings(model, **FEW, callbacks=[recorder, plain.append]), output_dir=run)
+    written = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    logs = [("log", t, line) for t, line in enumerate(written, 1)]
+    assert recorder.seen == [("begin", 2, {}), *logs, ("end", 2, str(run))]
+    assert plain == written
 
 
 @pytest.mark.slow

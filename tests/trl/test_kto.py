@@ -90,7 +90,6 @@ def test_a_run_from_trls_rows_stops_goes_on_and_is_evaluated(model: str, tmp_pat
     output = second.train(resume_from_checkpoint=True)
     assert output.global_step == 4
     assert output.metrics["epsilon"] <= 8.0
-    assert second.result is not None
     assert second.result.value["tuned"].low <= second.result.value["tuned"].high
     losses = [e["eval_loss"] for e in second.state.log_history if "eval_loss" in e]
     assert second.evaluate()["eval_loss"] == pytest.approx(losses[-1])

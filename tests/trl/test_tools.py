@@ -45,7 +45,6 @@ def test_a_trainer_with_an_agent(agent: dict[str, Any], rewards: list[str], tmp_
     if len(rewards) > 1:
         scores = trainer.reward_funcs[1](environments=[agents.Guessing(), agents.Adding()])
         assert [score is None for score in scores] == [False, True]
-    assert trainer.recipe.rollout.agent is not None
     assert trainer.recipe.rollout.agent.max_tool_calling_iterations == 2
     before = trainer.evaluate()
     trainer.train()

@@ -13,7 +13,6 @@ from dprlhf import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
 from dprlhf.training.measures import RewardEstimate
 from dprlhf.tuning import search
-from dprlhf.tuning.evidence import write_tuned
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.search import Search
 from dprlhf.tuning.stand_in import StandInRun, StoppedEarlyError
@@ -140,18 +139,6 @@ def test_runs_that_decide_wait_for_no_trial_of_the_search(file, simulated, limit
     assert len(running._ended(confirming=True)) == again > 0
 
 
-def test_nothing_better_leaves_the_recipe_as_it_is(file, simulated, tmp_path):
-    simulated._noise = 0.0
-    with mock.patch.object(Simulated, "true", lambda self, recipe: -len(recipe.update.name)):
-        running = search_for(file, trials=3)
-        running.run()
-    tuned = running.result()
-    assert tuned.best.score == tuned.own.score
-    output = tmp_path / "tuned.yaml"
-    write_tuned(tuned, file, [], output)
-    assert load_recipe(output) == tuned.recipe
-
-
 @pytest.mark.parametrize("at", [1, 5])
 def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int) -> None:
     simulated.fail_at = at
@@ -181,13 +168,6 @@ def test_the_trials_of_another_search_are_refused(file: Path, simulated: Simulat
     file.write_text(RECIPE.replace("epsilon: 4", "epsilon: 2"))
     with pytest.raises(DprlhfError, match=r"another search \(recipe\)"):
         search_for(file)
-
-
-def test_settings_that_are_refused_do_not(file: Path, simulated: Simulated) -> None:
-    simulated.fail_at, simulated.error = 2, DprlhfError("too large")
-    running = search_for(file, trials=6)
-    running.run()
-    assert running.result().failed == ["too large"]
 
 
 @pytest.mark.slow

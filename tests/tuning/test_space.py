@@ -42,7 +42,6 @@ def parameters(recipe: Recipe, **chosen: Any) -> dict[str, Parameter]:
 
 
 def choices(parameter: Parameter) -> list[Any]:
-    assert parameter.choices is not None
     return [json.loads(choice) for choice in parameter.choices]
 
 

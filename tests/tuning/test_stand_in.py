@@ -15,14 +15,12 @@ from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, make_recipe
-from dprlhf.runs.declared import declare
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.stand_in import _of_stand_ins, excess_variance, run_stand_ins, stand_in_plan
-from helpers import tiny
 from helpers.runs import ADAPTER, lower_case
 
 PUBLIC = [f"public {i}" for i in range(120)]
@@ -240,11 +238,3 @@ class TestTheRun:
         assert "resume" not in str(caught.value)
         assert expected is KeyboardInterrupt or "it broke" in str(caught.value)
         assert not [*temporary.iterdir()]
-
-
-@pytest.mark.slow
-def test_a_stage_on_top_of_a_private_one_can_be_tuned(tmp_path: Path) -> None:
-    tuned = str(tiny.save(tmp_path / "tuned"))
-    declare(tuned, [(1.0, 0.01, 100)], delta=1e-5)
-    recipe = recipe_of(tuned, previous=[{"run": tuned}])
-    assert run_stand_ins(recipe, rows_for(recipe), reward=lower_case).plan.users == 60

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Released
@@ -15,7 +14,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
 from dprlhf.updates.pg import policy_gradient
-from dprlhf.updates.rebel import loss_weights, rebel
+from dprlhf.updates.rebel import rebel
 from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
@@ -28,7 +27,6 @@ from helpers.rounds import (
     token_logprobs,
 )
 
-Array = NDArray[np.float64]
 SHAPE = Shape([[5, 1], [2], [7]], k=4, length=4)
 
 
@@ -103,22 +101,6 @@ def test_every_release_is_the_gradient_of_the_true_loss() -> None:
     assert UPDATES["rebel"] is rebel
 
 
-def test_the_weights_by_hand() -> None:
-    """Two prompts of one user and one of another, k = 4: pairs (0, 2) and (1, 3)."""
-    responses = batch_of(Shape([[2, 3], [1]], k=4, length=3), seed=0)
-    values = np.array([[1, 3, 2, -2], [0, 0, 1, 0], [5, 1, 1, 0]], dtype=float).ravel()
-    moved = np.array([[0, 1, 0, 0], [0, 0, 0, 0], [2, 0, -2, 0]]).ravel()
-    # Residuals Δ − Δ′ − Â; weights −2 residual / pairs.
-    residuals = np.array([1, 1 - 5, 1, 0, 4 - 4, -1])
-    first = -2 * residuals / np.array([4, 4, 4, 4, 2, 2])
-    expected = np.concatenate([[*pair, *-pair] for pair in first.reshape(3, 2)])
-    everyone = np.ones(2, dtype=bool)
-    scores = Scores(values, np.ones(12, dtype=bool), {})
-    np.testing.assert_allclose(loss_weights(responses, scores, everyone, moved), expected)
-    only = loss_weights(responses, scores, np.array([False, True]), moved)
-    np.testing.assert_allclose(only, [*np.zeros(8), *expected[8:]])
-
-
 def test_at_the_start_a_pair_is_the_paired_policy_gradient() -> None:
     """∇ loss = −2 Â (∇ log π(y) − ∇ log π(y′)), and DP-PG takes the mean of two such terms."""
     policy = policy_of("gpt2", "lora")
@@ -146,45 +128,6 @@ def test_the_arms_of_reference_sampling_are_paired() -> None:
         rebel(round_, spec_of(steps=1))
         sums.append(gate.sums[0].total)
     assert torch.equal(*sums)
-
-
-def conflicting() -> tuple[Responses, Scores]:
-    """Two users with one pair between them, and advantages 1/2 and 3/2."""
-    one = batch_of(Shape([[4]], k=2, length=4), seed=3)
-    both = {name: torch.cat([getattr(one, name)] * 2) for name in ("tokens", "mask")}
-    responses = dataclasses.replace(batch_of(Shape([[4], [4]], k=2, length=4), seed=3), **both)
-    values = np.array([0.5, 0.0, 1.0, -0.5])
-    return responses, Scores(values, np.ones(4, dtype=bool), {})
-
-
-def step_size(policy: CausalLMPolicy, responses: Responses) -> float:
-    """Half of what makes one step on the linearised loss of one pair exact."""
-    both = logprobs(policy, responses)
-    feature = flat_gradient(policy, both[0] - both[1])
-    return 0.5 / (2 * float(feature @ feature))
-
-
-@pytest.mark.slow
-def test_without_noise_it_reaches_the_minimiser_of_the_loss() -> None:
-    """E((δ − A)²) with A in {1/2, 3/2} is least, 1/4, at δ = 1."""
-    policy = policy_of("gpt2", "lora")
-    theta = flat_parameters(policy)
-    responses, scores = conflicting()
-    with torch.no_grad():
-        start = logprobs(policy, responses)
-    rate = step_size(policy, responses)
-    round_, _ = round_of(
-        policy, responses, scores, clip_norm=math.inf, expected_batch_size=2, learning_rate=rate
-    )
-    try:
-        rebel(round_, spec_of(steps=40))
-        with torch.no_grad():
-            delta = logprobs(policy, responses) - start
-            loss = losses(policy, responses, scores.values, start).mean()
-        assert float(delta[0] - delta[1]) == pytest.approx(1, abs=1e-6)
-        assert float(loss) == pytest.approx(0.25, abs=1e-9)  # at θ_t it is (1 + 9)/8
-    finally:
-        set_parameters(policy, theta)
 
 
 @pytest.mark.slow

@@ -142,7 +142,6 @@ def test_a_user_moves_the_sum_by_its_own_contribution(settings: dict[str, Any]) 
     """Also where it alone has trajectories of many turns."""
     policy, responses = policy_of("gpt2"), with_tools(SHAPE, 5)
     own, left_out = responses.tool_mask, int(responses.user[np.argmax(responses.turns)])
-    assert own is not None
     own[torch.from_numpy(responses.user != left_out)] = 1
     answers = drawn(responses, 5)
     of_user = responses.user == left_out
