@@ -146,3 +146,13 @@ def test_a_model_that_opacus_wrapped_is_taken(tmp_path: Path) -> None:
     result = train(tmp_path, model=wrapped, processing_class=tiny.tokenizer(), rounds=1)
     assert result.policy.network is inside
     assert not any(hasattr(p, "grad_sample") for p in inside.parameters())
+
+
+@pytest.mark.parametrize("name", dprlhf.__all__)
+def test_every_public_name_is_where_the_package_looks_for_it(name: str) -> None:
+    assert getattr(dprlhf, name).__module__.startswith("dprlhf.")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = dprlhf.no_such_name

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from dprlhf import hardware
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import default_torch_state, forked_rng, from_device, repeatable, to_device
 
@@ -54,27 +53,6 @@ def test_what_arrives_on_a_gpu_is_what_was_sent() -> None:
     found = [to_device(x.clone(), torch.device("cuda")) for x in sent]
     assert all(torch.equal(a, b.cpu()) for a, b in zip(sent, found, strict=True))
     assert all(torch.equal(a, from_device(b)) for a, b in zip(sent, found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("able", "measured_faster", "expected"),
-    [
-        ({}, True, torch.float32),  # emulated: nothing is measured
-        ({"avx512_bf16": True}, True, torch.bfloat16),
-        ({"avx512_bf16": True}, False, torch.float32),  # as on a virtual machine without AMX
-        ({"bf16": True}, False, torch.float32),
-        ({"avx512_bf16": True, "amx_bf16": True}, False, torch.bfloat16),
-    ],
-)
-def test_a_cpu_computes_in_the_type_in_which_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-    able: dict[str, bool],
-    measured_faster: bool,
-    expected: torch.dtype,
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
-    monkeypatch.setattr(hardware, "_multiplies_faster_in_bfloat16", lambda: measured_faster)
-    assert hardware.native_dtype("cpu") == expected
 
 
 def test_random_numbers_of_the_gpu_in_use_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,30 +318,3 @@ def test_a_converted_gguf_is_the_original_model(tmp_path: Path) -> None:
     at = text.index("ab")
     expected_ids[at : at + 2] = [256]
     assert tokenizer(text)["input_ids"] == expected_ids
-
-
-def ready(name: str) -> Path:
-    try:
-        return assets.path(name)
-    except DprlhfError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.assets
-def test_the_real_reviews() -> None:
-    halves = [pd.read_parquet(ready("imdb") / f"{h}.parquet") for h in ("public", "private")]
-    assert [len(half) for half in halves] == [2000, 23_000]
-    assert not set(halves[0]["text"]) & set(halves[1]["text"])
-    assert pd.concat(halves)["label"].sum() == 12_500
-    assert pd.concat(halves)["text"].nunique() == 25_000 - 96
-
-
-@pytest.mark.assets
-def test_the_real_language_model() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ready("smollm2-135m"))
-    model = AutoModelForCausalLM.from_pretrained(ready("smollm2-135m"))
-    batch = tokenizer(["The capital of France is"], return_tensors="pt")
-    assert tokenizer.padding_side == "left"
-    assert tokenizer.pad_token_id == model.config.pad_token_id
-    written = model.generate(**batch, max_new_tokens=4, do_sample=False)
-    assert "Paris" in tokenizer.decode(written[0])

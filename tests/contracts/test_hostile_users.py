@@ -68,7 +68,7 @@ ASKED = '[{"role": "user", "content": "NUMBER and 1?"}]'
 def test_hostile_users_are_alone_in_it(asked: str, tmp_path: Path) -> None:
     policy = agents.policy_of(torch.float32)
     columns = {"prompt": (hostile.prompt, asked), "answer": (hostile.value, "NUMBER")}
-    count = 440
+    count = 220
     users, blank = (
         users_of(tmp_path / f"{blank}.jsonl", rows_of(count, columns, blank=blank))
         for blank in (False, True)
@@ -190,7 +190,7 @@ def test_a_run_with_hostile_users(stage, tmp_path, monkeypatch, capfd):
     for blank in (False, True):
         sums = []
         data = tmp_path / f"{blank}.jsonl"
-        data.write_text("\n".join(rows_of(66, STAGES[stage], blank=blank)))
+        data.write_text("\n".join(rows_of(44, STAGES[stage], blank=blank)))
         a_run(stage, model, data, tmp_path / f"run-{blank}")
         assert charged(tmp_path / f"run-{blank}") == [1, 2, 3]
         card = json.loads((tmp_path / f"run-{blank}/privacy.json").read_text())
@@ -198,7 +198,7 @@ def test_a_run_with_hostile_users(stage, tmp_path, monkeypatch, capfd):
         told = [json.loads(line) for line in lines]
         seen.append((card["users"], sums, [t["users"] - t["users_not_readable"] for t in told]))
     (users, whole, read), (others, without, own) = seen
-    assert users == others == 66
+    assert users == others == 44
     assert len(whole) == len(without)
     assert sum(read) > sum(own) > 0
     for (t, clip_norm, total), (_, _, blanked) in zip(whole, without, strict=True):

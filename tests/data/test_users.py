@@ -18,15 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dprlhf import DprlhfError
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.columns import MOST_BYTES, bytes_of
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
+from dprlhf.data.messages import last_text, text_of
 from dprlhf.data.public import check_form, prompts_in
 from dprlhf.data.spelling import DEPTH, names_as_written, written
 from dprlhf.data.users import Prompts, Users
-from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data
 
 CANARY = "CANARY my private prompt"
@@ -128,6 +129,7 @@ def test_a_name_in_several_spellings_is_one_user(kind: pa.DataType) -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
 @given(st.lists(st.from_regex(r"[-+ ]?[0-9.eA\u200b\uff10é\u0301]{0,6} ?", fullmatch=True)))
 def test_a_column_of_names_is_written_as_each_of_them(names: list[str]) -> None:
     column = names_as_written(pa.chunked_array([pa.array(names, pa.string())]))
@@ -202,7 +204,7 @@ def test_select_tells_users_slots_and_the_other_columns() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 99)), min_size=1, max_size=25),
     extra=st.lists(
@@ -1061,3 +1063,101 @@ def test_a_log_is_not_told_which_rows(tmp_path: Path) -> None:
             refused()
         text = str(caught.value).replace(str(tmp_path), "")
         assert not any(letter.isdecimal() for letter in text), text
+
+
+def message(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+TEXT_PARTS = [{"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("one", "one"),
+        ("", ""),
+        (None, ""),
+        ([], ""),
+        ([message("one"), message("two")], "one\ntwo"),
+        ([message(TEXT_PARTS)], "one\n\ntwo"),
+        ([message(None), message("two")], "\ntwo"),
+        # Arrow fills the keys that other rows' parts have.
+        ([message([{"type": "text", "text": "one", "content": None}])], "one"),
+        ([message(["one", "two"])], "one\ntwo"),
+    ],
+)
+def test_the_text_is_that_of_the_messages_and_their_parts(value: Any, text: str) -> None:
+    assert text_of(value) == text
+
+
+def test_the_last_message_of_a_completion_counts() -> None:
+    assert last_text("one") == "one"
+    assert last_text([message("one"), message(TEXT_PARTS)]) == "one\n\ntwo"
+    assert last_text([message("one"), message(None)]) == ""
+    assert last_text([]) == ""
+
+
+ASKED_ROWS = {"environment": ["a", "b", "a"], "seed": [1, 2, 3], "who": ["x", "y", "x"]}
+
+
+def users_of(rows: dict[str, list[Any]], **settings: Any) -> Users:
+    may = settings.pop("may_lack_prompts", True)
+    spec = Data(path="in-memory", **settings)
+    return Users(datasets.Dataset.from_dict(rows), spec, may_lack_prompts=may)
+
+
+def test_each_row_is_a_user_with_an_empty_message_and_its_columns() -> None:
+    users = users_of(ASKED_ROWS)
+    assert users.count == 3
+    assert users.conversations
+    prompts = users.readable(np.array([2, 0]), lambda some: None)
+    assert prompts.prompts == [[{"role": "user", "content": ""}]] * 2
+    assert prompts.columns["seed"] == [3, 1]
+    assert not prompts.in_rows
+    assert not prompts.take([1]).in_rows
+    assert not open_private(users.left_out(lambda some: [False] * len(some)))
+
+
+def test_a_column_makes_users_of_several_rows() -> None:
+    users = users_of(ASKED_ROWS, user_column="who", max_prompts_per_user=2)
+    assert users.count == 2
+    assert users.select(np.array([0])).columns["seed"] == [1, 3]
+    named = users_of({**ASKED_ROWS, "prompt": ["?"] * 3}, user_column="who")
+    same = [open_private(each.identities()).tolist() for each in (users, named)]
+    assert same[0] == same[1]
+
+
+def test_rows_are_known_by_all_their_columns() -> None:
+    other = {**ASKED_ROWS, "seed": [1, 2, 4]}
+    first, second = users_of(ASKED_ROWS), users_of(other)
+    assert open_private(first.digest()) != open_private(second.digest())
+    shared = np.isin(open_private(first.identities()), open_private(second.identities()))
+    assert shared.tolist().count(True) == 2
+    assert len(shared) == 3
+    hashed = [open_private(each.hashed(lambda names: {n.encode() for n in names}))
+              for each in (first, second)]  # fmt: skip
+    assert len(hashed[0] & hashed[1]) == 2
+    traces = [open_private(each.traces("who"))["text"] for each in (first, second)]
+    assert np.isin(traces[0], traces[1]).sum() == 2
+
+
+def test_a_row_to_which_an_environment_gives_the_prompt_is_a_user_even_without_values() -> None:
+    users = users_of({"environment": ["a", None], "seed": [1, None]})
+    assert len(open_private(users.identities())) == 2
+    assert len(open_private(users.hashed(lambda names: {n.encode() for n in names}))) == 2
+
+
+def test_the_name_of_an_environment_alone_is_nobodys_row() -> None:
+    users = users_of({"environment": ["a", "b"]})
+    assert len(open_private(users.traces(None))["text"]) == 0
+    assert users.count == 2
+
+
+def test_a_missing_column_is_refused_unless_an_environment_gives_the_prompt() -> None:
+    with pytest.raises(DprlhfError, match="no column 'prompt'"):
+        users_of(ASKED_ROWS, may_lack_prompts=False)
+    with pytest.raises(DprlhfError, match="no column 'question'"):
+        users_of(ASKED_ROWS, prompt_column="question")
+    with pytest.raises(DprlhfError, match="no column 'name'"):
+        users_of(ASKED_ROWS, user_column="name")

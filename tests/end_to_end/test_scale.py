@@ -27,7 +27,7 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import Data
 
-USERS, ROUNDS = 200_000, 2_000
+USERS, ROUNDS, LEDGER = 200_000, 2_000, 1_000
 MECHANISM: dict[str, Any] = {"noise_multiplier": 0.8, "clip_norm": 1.0, "releases_per_round": 1}
 
 
@@ -143,7 +143,7 @@ def test_prompts_are_streamed_from_disk(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(tmp_path: Path) -> None:
-    path, terms = tmp_path / "ledger.jsonl", {"rounds": ROUNDS, **MECHANISM}
+    path, terms = tmp_path / "ledger.jsonl", {"rounds": LEDGER, **MECHANISM}
     ledger = Ledger(path, terms)
 
     def rounds(first: int, last: int) -> None:
@@ -160,12 +160,12 @@ def test_a_round_costs_the_ledger_the_same_at_the_end_as_at_the_start(tmp_path: 
         ledger.confirm(ledger.next_round - 1)
 
     early = bytecodes(lambda: rounds(1, 1))
-    rounds(2, 500)
+    rounds(2, 250)
     reading, size = bytecodes(reopen), path.stat().st_size
-    rounds(501, 1000)
+    rounds(251, 500)
     assert bytecodes(reopen) < 2.1 * reading
-    held = bytes_of(lambda: rounds(1001, ROUNDS - 1)).held
-    assert bytecodes(lambda: rounds(ROUNDS, ROUNDS)) == early
-    assert path.stat().st_size < 1.1 * ROUNDS / 500 * size
-    assert held / ROUNDS < 4000
+    held = bytes_of(lambda: rounds(501, LEDGER - 1)).held
+    assert bytecodes(lambda: rounds(LEDGER, LEDGER)) == early
+    assert path.stat().st_size < 1.1 * LEDGER / 250 * size
+    assert held / LEDGER < 4000
     ledger.close()

@@ -443,11 +443,11 @@ def check_run(case: dict[str, Any]) -> None:
 
 
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], None], int]] = {
-    "recipe": (RECIPES, check_recipe, 300),
-    "plan": (PLANS, check_plan, 150),
+    "recipe": (RECIPES, check_recipe, 200),
+    "plan": (PLANS, check_plan, 100),
     "data": (DATA, check_data, 100),
     "ledger": (DAMAGE, check_ledger, 130),
-    "run": (RUNS, check_run, 12),
+    "run": (RUNS, check_run, 8),
 }
 """Strategy, check, and the cases that the suite runs."""
 

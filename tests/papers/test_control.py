@@ -29,7 +29,7 @@ from dprlhf.papers.control.settings import Advantage, load, make
 from dprlhf.papers.control.train import plan_of, train
 from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
 from dprlhf.papers.control.ucbvi import Counting, PrivateCounts
-from dprlhf.papers.control.updates import ControlRound, advantages, discounted
+from dprlhf.papers.control.updates import ControlRound, advantages
 from dprlhf.privacy.accounting import gaussian_epsilon
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "control"
@@ -165,21 +165,6 @@ def test_a_user_does_not_depend_on_the_others() -> None:
         theta, alone.observations, alone.actions, alone.mask.astype(float)
     )[0]
     assert np.array_equal(one, both)
-
-
-def test_advantages_blame_a_fall_and_nothing_else() -> None:
-    chunk = simulate(CARTPOLE, LogLinearSoftmax(4, 2), np.zeros(8), [(0, u) for u in range(4)])[0]
-    got = discounted(chunk, 0.9, 1.0)
-    for u in range(4):
-        n = int(chunk.steps[u])
-        assert chunk.terminated[u]
-        expected = [
-            sum(0.9**k * (1 - 1) for k in range(n - t)) - 0.9 ** (n - t) * 1 / 0.1 for t in range(n)
-        ]
-        assert np.allclose(got[u, :n], expected)
-        assert not got[u, n:].any()
-    cut = Trajectories(**{**vars(chunk), "terminated": np.zeros(64, dtype=bool)})
-    assert not discounted(cut, 0.9, 1.0).any()
 
 
 class Odd:

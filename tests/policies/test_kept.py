@@ -122,9 +122,9 @@ def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(model_type, l
 def test_micro_batches_of_other_sizes_and_rows_of_other_places_take_their_own() -> None:
     policy = policy_of("llama", [1, 2])
     expected = sums(policy, without(sampled(policy, keep=None)))[0]
-    for sampled_at_once in (2, 4, 12, 64):
+    for sampled_at_once in (2, 12, 64):
         rows = sampled(policy, size=sampled_at_once)
-        for size in (2, 4, 12, 28, 40):
+        for size in (2, 12, 40):
             torch.testing.assert_close(
                 sums(policy, rows, size)[0], expected, rtol=1e-10, atol=1e-12
             )

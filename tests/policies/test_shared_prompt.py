@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from dprlhf.boundary import Private, open_private
-from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
@@ -17,7 +14,6 @@ from dprlhf.policies.shared_prompt import supported
 from dprlhf.recipe import Adapter
 from dprlhf.rollout.decoding import decode
 from helpers import tiny
-from helpers.batches import Shape, batch_of
 from helpers.marks import slow
 
 PROMPT, RESPONSE, COPIES = 5, 4, 3
@@ -77,26 +73,6 @@ def test_every_supported_model_computes_the_same(model_type: str, attention: str
     assert value.std() > 0.1
     torch.testing.assert_close(shared_value, value, rtol=1e-4, atol=1e-5)
     assert (shared_gradient - gradient).norm() < 1e-4 * gradient.norm()
-
-
-@pytest.mark.parametrize("each", [8, 16])
-def test_a_users_clipped_gradient_behind_a_shared_prompt_is_exact(each: int) -> None:
-    policy = policy_of("gpt2")  # it computes in float64 throughout
-    shape = Shape([[PROMPT], [2], [3]], k=each, length=RESPONSE)
-    weights = np.random.default_rng(3).standard_normal(3 * each)
-    sums = {}
-    for copies in (1, None):
-        rows = batch_of(shape, seed=5, copies=copies)
-        shared = policy.shared_rows(rows.num_generations, PROMPT, RESPONSE)
-        assert shared == (1 if copies else 8)
-        weighted = Private(Weighted(rows, weights, np.zeros((3, 0)), 0.0))
-        found = clipped_sum(
-            policy, weighted, clip_norm=0.5, batch_size=each, reduce=lambda total: total
-        )
-        sums[copies] = found.bounded.total, torch.from_numpy(open_private(found.norms))
-    assert sums[1][1].min() > 0.5  # everybody is clipped
-    for apart, shared_sum in zip(sums[1], sums[None], strict=True):
-        torch.testing.assert_close(shared_sum, apart, rtol=1e-10, atol=1e-12)
 
 
 def test_responses_of_one_token_share_their_prompt_too() -> None:
@@ -173,16 +149,6 @@ def test_every_supported_model_decodes_the_same(model_type, attention, monkeypat
         together, logits = logits_of_steps(policy, prompts, shared, monkeypatch)
         assert together == apart
         torch.testing.assert_close(logits, truth, rtol=1e-3, atol=1e-3)
-
-
-def test_a_shared_cache_is_exact_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = policy_of("gpt2")
-    prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
-    apart, truth = logits_of_steps(policy, prompts, 1, monkeypatch)
-    together, logits = logits_of_steps(policy, prompts, 4, monkeypatch)
-    assert together == apart
-    assert truth.dtype == torch.float64
-    torch.testing.assert_close(logits, truth, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])

@@ -137,7 +137,6 @@ def test_more_is_released_more_is_risked(more: dict[str, Any]) -> None:
         (0.51, {"partition": "fixed"}),
         (0.6, {}),
         (0.9, {"partition": "poisson"}),
-        pytest.param(0.6, {"adjacency": "replace-one"}, marks=pytest.mark.slow),
         pytest.param(0.6, {"participations": 2}, marks=pytest.mark.slow),
         pytest.param(0.6, {"bands": 2}, marks=pytest.mark.slow),
     ],

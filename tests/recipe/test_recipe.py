@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import yaml
 
-from dprlhf.errors import DprlhfError
-from dprlhf.recipe import PublicData, load_recipe, make_recipe
-from helpers.recipes import SMALL, refusal
+from dprlhf import DprlhfError, recipe
+from dprlhf.policies.protocol import Sampling
+from dprlhf.recipe import (
+    PublicData,
+    Recipe,
+    load_any_recipe,
+    load_recipe,
+    make_recipe,
+    without_effect,
+)
+from helpers.recipes import SMALL, recipe_settings, refusal
 from helpers.recipes import recipe_settings as settings
 
 
@@ -171,3 +179,107 @@ def test_evaluation_on_other_rows_is_not(key: str) -> None:
     make_recipe(settings(data=PEOPLE, evaluation={"data": {**PEOPLE, key: "other"}}))
     sliced = {**PEOPLE, "split": "train[:90%]"}
     make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))
+
+
+def recipe_of(**changes: Any) -> Recipe:
+    made = recipe_settings()
+    for section, values in changes.items():
+        made[section] = {**made.get(section, {}), **values}
+    return Recipe.model_validate(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optimizer": {"name": "adam", "momentum": 0.6}}, ["optimizer.momentum has no effect"]),
+        ({"optimizer": {"name": "sgd", "momentum": 0.6}}, []),
+        ({"data": {"max_prompts_per_user": 2}}, ["data.max_prompts_per_user has no effect"]),
+        ({"data": {"max_prompts_per_user": 2, "user_column": "u"}}, []),
+        ({}, []),
+    ],
+)
+def test_a_changed_setting_that_changes_nothing_is_told(changes, expected):
+    found = without_effect(recipe_of(**changes))
+    assert len(found) == len(expected)
+    for sentence, start in zip(found, expected, strict=True):
+        assert sentence.startswith(start)
+
+
+UNREADABLE = ["2024-99-99", "!!int x", "!!int ''", "!!bool maybe", "!!timestamp x", "0x_", "[a"]
+"""Values that YAML's own types refuse, each with an error of its own."""
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_what_yaml_cannot_read(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    for content, overrides in ((f"rounds: {text}", []), ("rounds: 3", [f"data.name={text}"])):
+        file.write_text(content)
+        with pytest.raises(DprlhfError, match="not valid YAML") as caught:
+            load_any_recipe(file, overrides)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[a]", "{a: b}", "2024-01-01"])
+def test_a_stage_of_a_recipe_that_is_no_word(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("rounds: 3")
+    with pytest.raises(DprlhfError, match="stage: it is one of") as caught:
+        load_any_recipe(tmp_path / "recipe.yaml", [f"stage={text}"])
+    assert "\n" not in str(caught.value)
+
+
+SETTINGS: dict[str, Any] = {
+    "policy": {"model_name_or_path": "org/model"},
+    "data": {"path": "org/prompts"},
+    "rewards": [{"function": "module:reward"}],
+    "privacy": {"epsilon": 1.0},
+    "rounds": 2,
+}
+
+
+def made(rollout: dict[str, Any], update: dict[str, Any] | None = None) -> Any:
+    return make_recipe(SETTINGS | {"rollout": rollout, "update": update or {"name": "pg"}})
+
+
+def test_without_settings_nothing_is_changed_or_cut() -> None:
+    assert Sampling.of(recipe.Rollout()).plain
+    off = {"top_k": None, "top_p": 1.0, "min_p": None}
+    assert Sampling.of(recipe.Rollout.model_validate(off)).plain
+    for name, value in {"top_k": 3, "top_p": 0.9, "min_p": 0.1}.items():
+        rollout = recipe.Rollout.model_validate({name: value})
+        assert rollout.truncates == [f"rollout.{name}"]
+        assert not Sampling.of(rollout).plain
+
+
+@pytest.mark.parametrize(
+    ("update", "instead"),
+    [
+        ({"name": "ppo", "epochs": 2}, "write update.epochs: 1"),
+        ({"name": "rebel"}, "write update.steps: 1 or give update.oracle"),
+    ],
+)
+def test_updates_that_move_within_a_round_refuse_truncation(update, instead):
+    with pytest.raises(DprlhfError, match=instead):
+        made({"top_p": 0.9}, update)
+    made({"temperature": 0.9}, update)
+
+
+def test_the_others_take_it_and_stop_strings_may_be_one() -> None:
+    more = ({"name": "rebel", "steps": 1}, {"name": "rebel", "oracle": {}})
+    for update in ({"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}, {"name": "npg"}, *more):
+        made({"top_p": 0.9}, update)
+    assert recipe.Rollout.model_validate({"stop": "END"}).stop == ["END"]
+    assert recipe.Rollout.model_validate({"stop": None}).stop == []
+
+
+def test_truncated_responses_are_left_out_where_responses_have_weights() -> None:
+    for name in ("pg", "grpo", "ppo", "npg"):
+        made({"mask_truncated": True}, {"name": name})
+    with pytest.raises(DprlhfError, match=r"update.name pg, grpo, ppo or npg; rebel takes"):
+        made({"mask_truncated": True}, {"name": "rebel"})
+
+
+def test_the_chat_templates_arguments_are_not_the_tokenizers() -> None:
+    spec = recipe.Policy(model_name_or_path="m", chat_template_kwargs={"enable_thinking": False})
+    assert spec.chat_template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="tokenize is set by the run"):
+        recipe.Policy(model_name_or_path="m", chat_template_kwargs={"tokenize": True})

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import dprlhf
@@ -45,3 +46,20 @@ def test_the_page_orders_the_rooms_as_the_imports_do() -> None:
     rooms = re.split(r",\s+", order)
     assert set(rooms) == house.LEVEL.keys() - {"__main__", ""}
     assert rooms == sorted(rooms, key=lambda room: house.LEVEL[room])
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import results  # noqa: E402
+
+
+def test_the_table_is_what_was_measured() -> None:
+    """After a new measurement: python scripts/results.py --tables."""
+    assert (ROOT / "docs" / "results" / "worth.md").read_text() == results.worth_table()
+
+
+def test_the_page_has_no_figures_of_its_own() -> None:
+    text = (ROOT / "docs" / "worth.md").read_text()
+    assert not re.findall(r"\*\*[+−]?[\d.]+%?\*\*|±", text)
+    assert len(text.split()) <= 900

@@ -36,7 +36,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.reward import as_reward
-from dprlhf.rewards.summary import RewardSummary, summarize_rewards
+from dprlhf.rewards.summary import RewardSummary
 from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
@@ -1070,27 +1070,6 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     [reward] = stage.rewards
     function: Any = reward.function
     assert function.model.device == parts.policy.device == torch.device("meta")
-
-
-def test_the_spread_is_that_of_the_bounded_sum_of_all_rewards() -> None:
-    def length(completions: list[str]) -> list[float]:
-        return [float(len(c)) for c in completions]
-
-    def known(completions: list[str]) -> list[float | None]:
-        return [1.0 if "b" in c else None for c in completions]
-
-    rewards = [
-        LoadedReward(length, "length", weight=0.5),
-        LoadedReward(known, "known", weight=-2.0),
-    ]
-    texts = ["a", "bb", "ccccccc", ""]
-    reports = [check_reward(r, ["p", "q", "r", "s"], texts) for r in rewards]
-    found = summarize_rewards(rewards, reports, bound=2.0)
-    scored = Scorer(rewards, 2.0).score(["p"] * 4, texts, [[]] * 4, {}, users=range(4)).values
-    assert scored.tolist() == [0.5, -1.0, 2.0, 0.0]
-    assert (found.mean, found.std) == pytest.approx((scored.mean(), scored.std()))
-    assert (found.responses, found.clipped) == (4, 0.25)
-    assert found.warnings == []
 
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

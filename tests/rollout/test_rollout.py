@@ -402,22 +402,6 @@ def test_log_probabilities_equal_those_of_an_unpadded_forward_pass(kind, base):
         np.testing.assert_allclose(measured[row, :count], expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_mask_includes_the_first_end_token_and_nothing_after() -> None:
-    policy = make_policy(tiny.model(), tiny.tokenizer(), recipe.Adapter())  # nearly uniform
-    responses = draw(policy, five(), responses=120, max_new_tokens=20, batch_size=600)
-    tokens = responses.tokens[:, -20:]
-    ended = 0
-    for row, mask, text in zip(
-        tokens.tolist(), responses.response_mask.tolist(), responses.texts, strict=True
-    ):
-        count = row.index(EOS) + 1 if EOS in row else 20
-        ended += count < 20
-        assert mask == [1] * count + [0] * (20 - count)
-        assert row[count:] == [EOS] * (20 - count)  # the padding token, which is the end token
-        assert text == policy.tokenizer.decode([t for t in row[:count] if t != EOS])
-    assert ended > 10
-
-
 def test_an_empty_prompt_becomes_the_end_token_and_a_long_one_keeps_its_end() -> None:
     policy = policy_of()
     responses = draw(policy, prompts_of(["", "0123456789"]), max_prompt_tokens=4)

@@ -69,6 +69,13 @@ def resume(folder: str, **changes: Any) -> None:
     dprlhf.resume(f"runs/{folder}", prompts=prompts, reward=lower_case, quiet=True, callbacks=told)
 
 
+def values(model: str, **privacy: Any) -> dict[str, Any]:
+    return {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER}, "data": {"path": "in-memory"},
+        "rewards": [{"function": "in-memory"}], "privacy": privacy, "rounds": 2,
+    }  # fmt: skip
+
+
 def make(epsilon: float = 2.0, path: str = "book.db") -> Book:
     return Book.create(path, "clinic", epsilon=epsilon, delta=1e-5, unit=None)
 
@@ -115,15 +122,7 @@ def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
     for attempt in (
         lambda: train(model, "two"),
         lambda: dry_run(
-            make_recipe(
-                {
-                    "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-                    "data": {"path": "in-memory"},
-                    "rewards": [{"function": "in-memory"}],
-                    "privacy": {"noise_multiplier": 8.0, "partition": "fixed"},
-                    "rounds": 2,
-                }
-            ),
+            make_recipe(values(model, noise_multiplier=8.0, partition="fixed")),
             InMemoryInputs([f"user {i} says" for i in range(USERS)], lower_case, None),
         ),
     ):
@@ -319,16 +318,7 @@ def test_supervised_stages_reserve_and_audits_on_canaries_do_not(model: str) -> 
     spent = book.read()["datasets"][0]["spent"]
     alone = book.read()["reservations"][0]["epsilon"]
     assert spent > 1.3 * alone  # the same users
-    audited = make_recipe(
-        {
-            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-            "data": {"path": "in-memory"},
-            "rewards": [{"function": "in-memory"}],
-            "privacy": {"epsilon": 4.0},
-            "rounds": 2,
-        }
-    )
-    audit(audited, "runs/audit", canaries=20, quiet=True)
+    audit(make_recipe(values(model, epsilon=4.0)), "runs/audit", canaries=20, quiet=True)
     assert len(book.read()["reservations"]) == 2
 
 
@@ -343,16 +333,8 @@ def test_the_commands_show_what_is_spent_and_no_hashes(model: str) -> None:
     assert "book.db.key" in made
     rows = [{"text": f"user {i} says"} for i in range(USERS)]
     Path("users.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = json.dumps(
-        {
-            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-            "data": {"path": "users.jsonl", "prompt_column": "text"},
-            "rewards": [{"function": "module:score"}],
-            "privacy": {"epsilon": 1.0},
-            "rounds": 2,
-        }
-    )
-    Path("recipe.yaml").write_text(text)
+    data = {"path": "users.jsonl", "prompt_column": "text"}
+    Path("recipe.yaml").write_text(json.dumps(values(model, epsilon=1.0) | {"data": data}))
     call("enrol", "clinic", "recipe.yaml")
     assert json.loads(call("show", "--json"))["datasets"][0]["users"] == USERS
     assert "users enrolled" in call("history")

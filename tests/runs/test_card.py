@@ -33,16 +33,16 @@ def test_a_bound_is_shown_rounded_up(value: float, digits: int) -> None:
     assert upwards(math.inf, digits) == "inf"
 
 
-def recipe_of(tuning_runs: int | None) -> Recipe:
-    return make_recipe(
-        {
-            "policy": {"model_name_or_path": "nowhere"},
-            "data": {"path": "nowhere"},
-            "rewards": [{"function": "nowhere"}],
-            "privacy": {"noise_multiplier": 3.0, "partition": "fixed", "tuning_runs": tuning_runs},
-            "rounds": 4,
-        }
-    )
+BASE: dict[str, Any] = {
+    "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},
+    "privacy": {"epsilon": 4.0}, "rounds": 4,
+}  # fmt: skip
+REWARDS = {"rewards": [{"function": "nowhere"}]}
+
+
+def recipe_of(tuning_runs: int | None, **changes: Any) -> Recipe:
+    privacy = {"noise_multiplier": 3.0, "partition": "fixed", "tuning_runs": tuning_runs}
+    return make_recipe(BASE | REWARDS | {"privacy": privacy | changes})
 
 
 def card_of(tuning_runs: int | None) -> dict[str, Any]:
@@ -125,15 +125,7 @@ def test_what_an_audit_shows_is_not_rounded_up() -> None:
 
 @pytest.mark.parametrize("z", [0.8, 1.0, 1.3, 1.7])
 def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> None:
-    recipe = make_recipe(
-        {
-            "policy": {"model_name_or_path": "nowhere"},
-            "data": {"path": "nowhere"},
-            "rewards": [{"function": "nowhere"}],
-            "privacy": {"noise_multiplier": z, "partition": "fixed", "delta": 1.23456e-5},
-            "rounds": 4,
-        }
-    )
+    recipe = recipe_of(None, noise_multiplier=z, delta=1.23456e-5)
     plan = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=z, delta=1.23456e-5)
     epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
     card = privacy_card(recipe, plan, 10, bytes(32), Earlier())
@@ -149,13 +141,6 @@ def test_the_sentence_and_the_command_do_not_round_epsilon_down(z: float) -> Non
     found = float(shown.split()[3])
     kept = make_plan(users=100, rounds=4, partition="fixed", noise_multiplier=found, delta=delta)
     assert kept.guarantee.epsilon <= epsilon
-
-
-BASE: dict[str, Any] = {
-    "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},
-    "privacy": {"epsilon": 4.0}, "rounds": 4,
-}  # fmt: skip
-REWARDS = {"rewards": [{"function": "nowhere"}]}
 
 
 def card_for(recipe: AnyRecipe) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def files(run: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("unit", "deleted"), [("who", True), (None, False)])
 def test_others_are_the_same_to_the_bit(model, key, tmp_path, unit, deleted):
     """A run whose users withdraw equals one in which they were blank from the beginning."""
-    rows = rows_of(60)
-    users = in_the_last_round(60 if unit else 120)
+    rows = rows_of(36)
+    users = in_the_last_round(36 if unit else 72)
     gone = [n in users for n in range(len(rows))]
     names = [str(user + 1) for user in users]
     if unit:
@@ -112,7 +112,7 @@ def test_others_are_the_same_to_the_bit(model, key, tmp_path, unit, deleted):
 
 @pytest.mark.slow
 def test_several_withdraw_and_a_statement_says_what_is_left(model, key, tmp_path):
-    rows = rows_of(60)
+    rows = rows_of(36)
     run = stopped(settings(model, tmp_path, rows, data__user_column="who"))
     words = ["erase", str(run), "--user", "person 3", "--user", " person 5"]
     assert CliRunner().invoke(app, words).exit_code == 0
@@ -140,12 +140,12 @@ def test_several_withdraw_and_a_statement_says_what_is_left(model, key, tmp_path
 
 @pytest.mark.slow
 def test_the_budget_book_keeps_those_who_withdrew(model, key, tmp_path, monkeypatch):
-    book, rows = str(tmp_path / "book.db"), rows_of(60)
+    book, rows = str(tmp_path / "book.db"), rows_of(36)
     monkeypatch.setenv("DPRLHF_BOOK", book)
     Book.create(book, "people", epsilon=20.0, delta=1e-4, unit="who")
     run = stopped(settings(model, tmp_path, rows, data__user_column="who"))
     before = CliRunner().invoke(app, ["budget", "show"]).output
-    assert "60 users" in before
+    assert "36 users" in before
     erase(run, ["person 3"])
     written(tmp_path, [row for row in rows if row["who"] != "person 3"])
     dprlhf.resume(run, reward=lower_case, quiet=True)

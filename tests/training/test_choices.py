@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from dprlhf import DprlhfError
+from dprlhf.privacy import max_guess
 from dprlhf.privacy.plan import Plan, make_plan
+from dprlhf.recipe import make_recipe
+from dprlhf.training import recipe_plan
 from dprlhf.training.choices import (
     Candidate,
     Choice,
@@ -21,6 +24,7 @@ from dprlhf.training.choices import (
     noise_rows,
     planner,
 )
+from helpers.recipes import recipe_settings
 
 ONE_PASS = Candidate("random-allocation", 8, 1, 1, 2)
 
@@ -118,3 +122,13 @@ def test_several_passes_are_costed_fast_and_keep_within_epsilon() -> None:
     least = make_plan(users=400, rounds=8, delta=1e-5, epsilon=1.0, participations=2)
     assert plan.guarantee.epsilon <= 1.0
     assert 1 <= plan.noise_multiplier / least.noise_multiplier < 1.03
+
+
+def test_a_continued_run_keeps_the_noise_that_a_guess_was_given(monkeypatch):
+    """The search for it may end elsewhere on another processor, by up to its tolerance."""
+    recipe = make_recipe(recipe_settings(privacy={"max_guess": 0.6, "partition": "fixed"}))
+    plan = recipe_plan.plan_of(recipe, 100)
+    found = max_guess.noise_multiplier
+    monkeypatch.setattr(max_guess, "noise_multiplier", lambda *given: 1.001 * found(*given))
+    assert recipe_plan.plan_of(recipe, 100, plan.terms()) == plan
+    assert recipe_plan.plan_of(recipe, 100) != plan

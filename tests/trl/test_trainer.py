@@ -28,8 +28,9 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.publish import merge
 from dprlhf.training.processes import Processes
 from dprlhf.trl import PrivateGRPOConfig, PrivateGRPOTrainer
+from dprlhf.trl.logs import as_evaluation, as_logs
 from dprlhf.trl.resuming import continued
-from helpers import tiny
+from helpers import agents, tiny
 from helpers.recipes import recipe_settings
 from helpers.runs import lower_case, save_sharp, weights
 
@@ -476,3 +477,64 @@ def test_a_trainer_continues_no_run_of_another_folder(tmp_path: Path) -> None:
         (tmp_path / name / "recipe.yaml").write_text("")
     with pytest.raises(DprlhfError, match="continues in its own folder"):
         continued(make_recipe(recipe_settings()), RunFolder(tmp_path / "a"), tmp_path / "b")
+
+
+METRICS = {
+    "round": 3, "private_reward_noised": 0.0, "private_reward_noise_std": None,
+    "released_gradient_norm": 2.0, "public_kl": 0.5, "public_reward": 1.5, "public_longest": None,
+    "learning_rate": 0.1,
+}  # fmt: skip
+
+
+def test_a_rounds_logs_are_its_released_values_alone() -> None:
+    logs = as_logs(METRICS, {"reward": "rewards/length/mean", "valid_share": "valid"})
+    assert logs == {
+        "reward": 0.0, "rewards/length/mean": 0.0, "grad_norm": 2.0, "learning_rate": 0.1,
+    }  # fmt: skip
+
+
+def test_an_evaluation_has_public_values_alone() -> None:
+    assert as_evaluation(METRICS) == {"eval_kl": 0.5, "eval_reward": 1.5}
+    assert as_evaluation(METRICS, "test") == {"test_kl": 0.5, "test_reward": 1.5}
+
+
+def called(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(any(m["role"] == "tool" for m in messages)) for messages in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("agent", "rewards"),
+    [
+        ({"tools": [agents.add]}, ["called"]),
+        ({"environment_factory": agents.Guessing}, ["called", "Guessing"]),
+    ],
+    ids=["tools", "environment"],
+)
+def test_a_trainer_with_an_agent(agent: dict[str, Any], rewards: list[str], tmp_path: Path) -> None:
+    args = PrivateGRPOConfig(
+        output_dir=str(tmp_path / "run"), privacy_epsilon=8.0, max_steps=2, num_generations=2,
+        per_device_train_batch_size=8, max_completion_length=48, max_tool_calling_iterations=2,
+        privacy_max_prompt_tokens=48, disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = PrivateGRPOTrainer(
+        model=agents.save(tmp_path / "model"),
+        reward_funcs=called,
+        args=args,
+        train_dataset=[{"prompt": agents.asked(f"{i} and 1?")} for i in range(12)],
+        eval_dataset=[{"prompt": agents.asked(f"public {i}")} for i in range(3)],
+        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"]),
+        **agent,
+    )
+    assert trainer.reward_func_names == rewards
+    assert trainer.reward_weights.tolist() == [1.0] * len(rewards)
+    assert trainer.reward_funcs[0] is called
+    if len(rewards) > 1:
+        scores = trainer.reward_funcs[1](environments=[agents.Guessing(), agents.Adding()])
+        assert [score is None for score in scores] == [False, True]
+    assert trainer.recipe.rollout.agent.max_tool_calling_iterations == 2
+    before = trainer.evaluate()
+    trainer.train()
+    assert set(before) <= set(trainer.evaluate())
+    samples = json.loads((tmp_path / "run" / "samples.json").read_text())
+    assert len(samples) == 3
