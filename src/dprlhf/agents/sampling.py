@@ -1,13 +1,10 @@
 """Sampling with tools: turns of the policy, answers of the tools, until no more is called.
 
-The promises of :mod:`dprlhf.rollout` hold for every turn: a row's tokens depend on its own prompt,
-tools and draws, in micro-batches whose shapes are public. Place p of a response has the draw p of
-the row's own stream, in whichever turn it is sampled.
-
-A turn's context is the prompt with all that came since. It is read anew at each turn, at the
-trajectory's own place and in one public width. **How many turns there are depends on the users**,
-as the number of decoding steps does: the time that a private round takes is shown nowhere
-(``docs/privacy.md``).
+The promises of :mod:`dprlhf.rollout` hold for every turn, in micro-batches whose shapes are public:
+place p of a response has the draw p of the row's own stream, in whichever turn. A turn's context is
+read anew, at the trajectory's own place and in one public width. **How many turns there are depends
+on the users**, as the number of decoding steps does: the time that a private round takes is shown
+nowhere (``docs/privacy.md``).
 """
 
 from __future__ import annotations

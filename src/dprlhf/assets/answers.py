@@ -1,19 +1,10 @@
 """The synthetic data set "private-answers": questions whose right answers only users know.
 
-A secret map gives each of 16 intents one of 8 codes, and a user is one question with the code of
-its intent in the column ``answer``, for an exact-match reward
-(:func:`dprlhf.rewards.verifiable.exact_match`), as in reinforcement learning from verifiable
-rewards. Questions are made from templates, and nothing in them is real. Three splits:
-
-- ``private``: the users, with the codes of the secret map;
-- ``public``: questions of other users with codes drawn uniformly, so that nothing about the map is
-  public: what a run may take from the public (a subspace, a first stage, settings);
-- ``test``: questions of other users with the codes of the map, to **measure** a policy on, never to
-  train or tune it.
-
-The map gives each code to two intents, so a policy that was made without the private users answers
-1/8 of the questions right, on average over the maps; one that always names the same code does so
-with every map.
+A secret map gives each of 16 intents one of 8 codes, each code to two; a user is one question with
+the code of its intent in the column ``answer``. ``private`` has the users, ``test`` questions of
+other users with the same codes, to measure a policy on, never to train or tune it, and ``public``
+questions of others with codes drawn uniformly: nothing about the map is public. A policy made
+without the private users answers 1/8 of the questions right, on average over the maps.
 """
 
 from __future__ import annotations

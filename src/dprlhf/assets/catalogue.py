@@ -1,9 +1,4 @@
-"""The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them.
-
-Three wheels on PyPI carry the data and the models. The assets in ``ASSETS`` are made from them: two
-data sets, a language model, an encoder, a sentiment reward model trained on both, and choices of
-the reviews whose users have a taste of their own. The synthetic questions are made from nothing.
-"""
+"""The demo's assets and how each is made; :mod:`dprlhf.assets.cache` fetches and keeps them."""
 
 from __future__ import annotations
 

@@ -1,18 +1,12 @@
 """Data sets of users whose taste the public does not know, made from real reviews.
 
-A user is one IMDB review, and the column ``wants`` says what its author wants of a continuation: 1
-for praise, −1 for criticism. A recipe's reward multiplies a sentiment score by it
-(``rewards.0.times_column: wants``). In "community" and "balanced-reviews" it is the sign of the
-rating that the author gave the film. Each data set has three splits:
-
-- ``private``: the users;
-- ``public``: other reviews of the same kind, to **measure** a policy on, never to train or tune it;
-- ``sentences``: Rotten Tomatoes sentences with 1 for each wish, praise for everything: all that
-  the public knows. It is of another kind, and its taste is the wrong one, or right by chance.
-
-"house-style" has a fourth, ``guides``: the last rows of ``public`` without the secret. There
-cluster 1 wants praise and cluster 0 criticism, whatever the users want, so that a run can find the
-direction in which a policy tells the clusters apart; which way to go is for the users to say.
+A user is one IMDB review; the column ``wants`` says whether its author wants praise (1) or
+criticism (−1) of a continuation, by the sign of its rating but in "house-style", and a reward
+multiplies a sentiment score by it. ``private`` has the users, ``public`` other reviews, to measure
+a policy on, never to train or tune it, and ``sentences`` Rotten Tomatoes sentences with 1 for each
+wish: all that the public knows. "house-style" has a fourth, ``guides``: rows of ``public`` in which
+cluster 1 wants praise and cluster 0 criticism, whatever the users want, to find the direction that
+tells the clusters apart.
 """
 
 from __future__ import annotations

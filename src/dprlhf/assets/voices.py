@@ -1,14 +1,10 @@
 """Data set "voices": reviewers who write in the first person, or do not, and a reward for it.
 
-A user is one IMDB review. Its first words are the prompt; whether its author goes on in the first
-person is a fact about the author that the prompt does not show, in the column ``wants``: 1 if the
-rest of the review has a first-person word, as about four in five have, and −1 if not. A recipe's
-reward multiplies :func:`first_person` by it (``rewards.0.times_column: wants``).
-
-- ``private``: the users; of every five in a row, four write in the first person;
-- ``public``: other reviewers, to **measure** a policy on, never to train or tune it;
-- ``sentences``: Rotten Tomatoes sentences by professional critics, of whom 3% do: all that the
-  public knows, which is another taste than the users'.
+A user is one IMDB review, whose first words are the prompt. The column ``wants`` is 1 if the rest
+has a first-person word, as about four in five have, and else −1; a reward multiplies
+:func:`first_person` by it. ``private`` has the users, of every five in a row four with one;
+``public`` other reviewers, to measure a policy on, never to train or tune it; ``sentences`` those
+of professional critics, of whom 3% do: all that the public knows.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def combined_scores(
 
 def membership_bound(
     scores: Array,  # Score of each candidate, [candidates]
-    included: NDArray[np.bool_],  # [candidates]
+    included: NDArray[np.bool_],  # by an independent fair coin each, [candidates]
     epsilon: float,
     delta: float,
     confidence: float = 0.95,

@@ -1,26 +1,17 @@
 """A one-run audit: many canary users in a single run, and tests that can refute its ε.
 
 Each canary is included with probability ½, by the audit's own randomness. The run uses the recipe's
-stage, update, partition and noise on the canaries alone; it reads no private data and keeps its
-ledger in its own folder (:mod:`dprlhf.audit.canaries`). Two kinds of test follow:
-
-- Guesses: the attack sees what was released and guesses who was included
-  (:mod:`dprlhf.audit.guesses`). Many right guesses are unlikely under a small ε.
-- Noise: the audit knows the noise in every released coordinate, and tests whether it is as large
-  and as independent as the plan says (:mod:`dprlhf.audit.noise_tests`).
-
-Where the canaries stand:
-
-- ``gradient``: on a small model (:mod:`dprlhf.audit.bandit`) each canary moves one known coordinate
-  of a release by S. This takes seconds, and is the strongest adversary.
-- ``prompt``: on the recipe's own model, each canary is a unique prompt whose reward depends on a
-  hash of the prompt and the response's first letter. The attack computes how likely the rewarded
-  letters are under the released policy. This takes as long as training on that many users with
-  responses of one token. Canaries share the model's parameters here, so the bound is that of
-  Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no dependence between them invalidates.
+stage, update, partition and noise on the canaries alone, in its own folder. The attack guesses from
+the releases who was included (:mod:`dprlhf.audit.guesses`), and the noise in every released
+coordinate, which the audit knows, is tested (:mod:`dprlhf.audit.noise_tests`). In ``gradient``
+space, on a small model, each canary moves one known coordinate of a release by S, as the strongest
+adversary would. In ``prompt`` space, on the recipe's own model, a canary is a unique prompt whose
+reward depends on a hash of the prompt and the response's first letter; canaries share parameters
+there, so the bound is that of Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no
+dependence between them invalidates.
 
 All tests together refute a claim that is true with probability at most 1 − confidence: each has a
-share of that (Bonferroni). :mod:`dprlhf.audit.judgement` evaluates the tests.
+share of that (Bonferroni).
 """
 
 from __future__ import annotations

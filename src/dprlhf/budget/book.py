@@ -74,7 +74,7 @@ class Book:
         epsilon: float,
         delta: float,
         unit: str | None,
-        adaptive: bool = False,
+        adaptive: bool = False,  # a filter, which holds even if plans follow earlier results
     ) -> Book:
         """Give a data set its lifetime budget; the first data set makes the book and its key."""
         if not 0 < epsilon < float("inf"):
@@ -138,9 +138,9 @@ class Book:
         *,
         dataset: str | None,
         unit: str | None,
-        earlier: Sequence[Spending] = (),
-        marks: Sequence[Mark] = (),
-        commit: bool = True,
+        earlier: Sequence[Spending] = (),  # written down for these users where not in this book
+        marks: Sequence[Mark] = (),  # of the book, in the ledgers at hand
+        commit: bool = True,  # False only asks whether it would be refused
     ) -> Reservation:
         """Reserve the whole cost of a run for its users once and for good, or refuse it."""
         question = Question(spending, dataset, unit, earlier, marks)

@@ -92,6 +92,7 @@ class Storage:
 
     def attempt(self, action: Callable[[], T]) -> T:
         """Repeat a transaction that another one upset, or that lost its connection."""
+        # Also where it is not known whether it committed: the action must bear that.
         for attempt in range(_ATTEMPTS):
             try:
                 return action()

@@ -1,11 +1,9 @@
 """Per-user copies of the trainable layers, evaluated together in one batched pass.
 
-A batch holds the same number of rows for each of its users. Inside :func:`local_copies` every
-trainable layer multiplies a user's rows by that user's weight: one batched matrix product in place
-of one pass for each user. The frozen layers see an ordinary batch, and autograd returns the
-gradient of each copy, so local training needs no loop over users.
-
-A batched product does not mix its members: a copy that overflows affects no other user's.
+Inside :func:`local_copies` every trainable layer multiplies a user's rows by that user's weight, in
+one batched product; a batch has the same number of rows for each user. Frozen layers see an
+ordinary batch, and autograd returns each copy's gradient. A batched product does not mix its
+members: a copy that overflows affects no other user's.
 """
 
 from __future__ import annotations

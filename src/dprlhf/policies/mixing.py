@@ -44,6 +44,7 @@ _OUTLIERS = (
 
 def refuse_mixing(model: nn.Module, *, alone: bool = False) -> str | None:
     """Refuse a model in which one row's values depend on the other rows of its pass."""
+    # Experts are no reason where a pass has one user alone, who then decides its shapes.
     reason = None
     for name, how in mixing_layers(model):
         if not (alone and how == _EXPERTS):

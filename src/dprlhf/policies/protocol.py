@@ -1,11 +1,8 @@
 """What an update asks of a policy, so that one update serves language models and small policies.
 
-The private updates are written against the language model's policy
-(:class:`~dprlhf.policies.causal_lm.CausalLMPolicy`), whose per-user gradients come from hooks in
-its layers, and whose log-probabilities give importance ratios where responses were sampled from
-μ ≠ π_θ. :mod:`dprlhf.updates.pg` and :mod:`dprlhf.updates.npg` also run with an
-:class:`ExplicitPolicy`, which computes the scores ∇ log π_θ of its rows itself: the policies of the
-papers' control tasks, with at most some hundred parameters.
+Updates are written against :class:`~dprlhf.policies.causal_lm.CausalLMPolicy`. ``pg`` and ``npg``
+also run with an :class:`ExplicitPolicy`, which computes the scores ∇ log π_θ of its rows itself:
+the policies of the papers' control tasks, with at most some hundred parameters.
 """
 
 from __future__ import annotations

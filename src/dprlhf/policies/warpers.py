@@ -69,10 +69,7 @@ def warped_logprobs(
     sampling: Sampling,
     temperature: float,
 ) -> torch.Tensor:
-    """Return log π̃ of the chosen tokens, for the distribution that they were drawn from.
-
-    It is ``[tokens]``, float32 or wider.
-    """
+    """Return log π̃ of the chosen tokens, ``[tokens]``, float32 or wider."""
     found: torch.Tensor = _WarpedLogProbs.apply(logits, chosen, sampling, temperature)  # type: ignore[no-untyped-call]
     return found
 

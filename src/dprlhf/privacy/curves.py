@@ -78,6 +78,7 @@ def widening(last: int, stride: int = 1) -> Places:
 
 def loss_distribution(step: float, curve: Floats, opposite: Floats, places: Places) -> Losses:
     """Return a pessimistic loss distribution of a mechanism with a curve known on a grid."""
+    # `curve` and `opposite` (the neighbours exchanged) are upper bounds on δ at `places`, in steps.
     # Chords in e^epsilon lie above the convex true curve ("connect the dots", Doroshenko et al.,
     # arXiv 2207.04380).
     # H_{e^-t}(P||Q) = 1 - e^-t + e^-t H_{e^t}(Q||P) gives the curve at negative epsilon.

@@ -124,7 +124,7 @@ def find_root(
     tolerance: float = 1e-5,
 ) -> float:
     """Return nearly the smallest x in [low, high] where decreasing ``value(x) <= target``."""
-    # What is returned was evaluated and satisfies the bound, but for `high`.
+    # What is returned was evaluated and satisfies the bound, but for `high`, which is known to.
     goal = math.sqrt(-2 * math.log(target))
 
     def score(v: float) -> float:

@@ -1,30 +1,17 @@
 """A stand-in run: the training of a recipe on public prompts, at the noise of the private run.
 
-The private run releases, in each of T rounds, the mean of about m clipped contributions plus noise
-of standard deviation zS/m. A stand-in run draws its "users" from public prompts and does the same
-with the same code (:func:`dprlhf.training.build.open_run`, :func:`~dprlhf.training.trainer
-.run_rounds`). Public prompts have no privacy to lose: nothing is charged, no ε is stated, and a
-prompt may take part in as many rounds as it takes to fill them.
+With N′ stand-ins for N users, a round has m′ = m·N′/N of them in expectation, and the noise
+multiplier is z′ = z·m′/m, so the noise in the released mean is z′S/m′ = zS/m, as in the private
+run; so is the number of rounds, and the code. Nothing is charged and no ε is stated. Where there
+are fewer than N′ public prompts, they are repeated in shuffled order.
 
-**What is the same.** With N′ stand-ins for N users, a round has m′ = m·N′/N of them in expectation,
-and the noise multiplier is z′ = z·m′/m. The noise in the released mean is then z′S/m′ = zS/m, as in
-the private run, whatever N′ is; so is the number of rounds. N′ = N is the default: every round then
-has the real m too, and the error of sampling m users in a round is that of the private run. Where
-there are fewer than N′ public prompts, they are repeated in shuffled order.
-
-**What differs.**
-
-- *Thinning*, N′ < N, which makes a trial cheaper by N/N′: the mean over m′ users varies more than
-  that over m. Clipped contributions have squared norm at most S², so the excess variance is at most
-  S²(1/m′ − 1/m) over all d dimensions, where the noise has d(zS/m)². :attr:`StandInRun.excess` is
-  the ratio of the two, m(N/N′ − 1)/(d z²), an upper bound. Where it is small (large d, much noise)
-  thinning changes nothing that matters; where it is not, take the real N.
-- *Few distinct prompts*: n public prompts have a mean of their own, which is off from that of all
-  public prompts by at most S/√n (root mean square), and in the same direction in every round. With
-  n far below N a stand-in run may fit its prompts; the score is taken on others, so it then falls.
-- *Another kind of prompt*: settings are as good as public prompts are like the users'. What public
-  prompts do not show, such as a taste that only users have, a stand-in run cannot show either.
-- A stand-in has one prompt, also where users have several.
+What differs. *Thinning*, N′ < N: the mean over m′ users varies more than that over m. Clipped
+contributions have squared norm at most S², so the excess variance is at most S²(1/m′ − 1/m) over
+all d dimensions, where the noise has d(zS/m)²: a ratio of m(N/N′ − 1)/(d z²),
+:attr:`StandInRun.excess`. *Few distinct prompts*: their mean is off from that of all public prompts
+by at most S/√n, in the same direction in every round; the score is taken on others. *Another kind
+of prompt*: what public prompts do not show, such as a taste that only users have, a stand-in run
+cannot show either. A stand-in has one prompt, also where users have several.
 """
 
 from __future__ import annotations

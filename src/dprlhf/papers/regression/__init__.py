@@ -1,18 +1,10 @@
-"""Private least-squares regression (PrivLS), one file for each oracle.
+"""Private least-squares regression (PrivLS): w with small Σ_u (w · φ_u − A_u)², by five oracles.
 
-Each oracle finds w with small Σ_u (w · φ_u − A_u)² under differential privacy, for features φ
-``[users, d]`` and targets A ``[users]``. :func:`fit` runs one by itself; inside a training round,
-``solve`` takes callables that the gate answers (see :mod:`dprlhf.updates.privls.oracle`).
-
-======================  ==============  ==========================================================
-name                    guarantee       made for
-======================  ==============  ==========================================================
-exponential             pure            a finite, public candidate set
-sufficient-statistics   Gaussian        up to 2,000 dimensions; one release
-issp                    (ε, δ)          few dimensions, many users, any condition number
-improper-batch-sgd      Gaussian        any dimension; a clipped, not a linear, predictor
-projected-sgd           Gaussian        any dimension; ‖w‖ ≤ W
-======================  ==============  ==========================================================
+:func:`fit` runs one by itself; inside a training round, ``solve`` takes callables that the gate
+answers (:mod:`dprlhf.updates.privls.oracle`). ``exponential`` (pure) has a finite, public candidate
+set; ``sufficient-statistics`` up to 2,000 dimensions and one release; ``issp`` few dimensions, many
+users and any condition number; ``improper-batch-sgd`` (whose predictor is not linear) and
+``projected-sgd`` any dimension.
 """
 
 from dprlhf.papers.regression.exponential import Exponential

@@ -105,10 +105,10 @@ def exponent(epsilon: float, adjacency: Adjacency) -> float:
 
 
 def choose(
-    units: torch.Tensor,  # [candidates]
+    units: torch.Tensor,  # summed over all processes, [candidates]
     epsilon: float,
     adjacency: Adjacency,
-    key: bytes,
+    key: bytes,  # with its context, for one choice only
     *context: str | int,
 ) -> int:
     """Draw the index of a candidate by the Gumbel-max trick."""

@@ -100,11 +100,11 @@ class ISSP:
         features: torch.Tensor,  # [users, d]
         targets: torch.Tensor,  # Targets, [users]
         *,
-        users: float,
+        users: float,  # public
         epsilon: float,
         delta: float,
         adjacency: Adjacency,
-        uniform: float,
+        uniform: float,  # secret, a multiple of 2⁻⁵² plus half a step, for the test
         normals: torch.Tensor,  # Secret standard normal draws, [d], for the release
     ) -> tuple[torch.Tensor, bool]:
         """Return w, ``[d]``, and whether the private test failed (w is then zero)."""

@@ -29,8 +29,8 @@ def fit(
     epsilon: float,
     delta: float = 0.0,
     adjacency: Adjacency = "replace-one",
-    users: float | None = None,
-    key: bytes | None = None,
+    users: float | None = None,  # public; None: the rows, which are private under add-remove
+    key: bytes | None = None,  # for one fit only; None draws one
 ) -> Fit:
     """Fit the coefficients w of a linear model by a private least-squares oracle.
 
