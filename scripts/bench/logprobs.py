@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.measure import Tick, interleaved, peak_bytes, ratio, seconds
-from dprlhf.policies.chosen_logprobs import chosen_logprobs
+from dprlhf.policies.head_logprobs import chosen_logprobs
 from dprlhf.runs.measurements import Result
 
 ROWS, VOCABULARY = 1536, 49_152  # a round of 96 responses of 16 tokens, SmolLM2's vocabulary

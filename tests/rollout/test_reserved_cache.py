@@ -7,7 +7,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import decoding
-from dprlhf.rollout.reserved_cache import ReservedLayer, reserve
+from dprlhf.rollout.decoding import ReservedLayer, reserve
 from helpers import tiny
 
 

@@ -2,16 +2,17 @@
 
 from dprlhf.audit.bandit import BanditPolicy
 from dprlhf.audit.bounds import epsilon_lower_bound, largest_tpr
-from dprlhf.audit.extraction import exposure, text_logprobs
 from dprlhf.audit.finished_run import audit_run
 from dprlhf.audit.judgement import Audit
 from dprlhf.audit.membership import (
     Roc,
     combined_scores,
+    exposure,
     likelihood_scores,
     membership_bound,
     membership_scores,
     roc,
+    text_logprobs,
 )
 from dprlhf.audit.one_run import audit, audit_plan
 

@@ -1,10 +1,11 @@
-"""Membership inference on a tuned language model: were these prompts among the private ones?"""
+"""Attacks on a tuned language model: were these prompts private, and does it tell their secrets?"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,8 @@ from scipy.special import ndtri
 
 from dprlhf import recipe
 from dprlhf.audit.bounds import check_confidence, epsilon_lower_bound
-from dprlhf.audit.extraction import text_logprobs
 from dprlhf.audit.guesses import planned_guesses, surest_guesses
+from dprlhf.data.public import in_memory_prompts
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
@@ -21,6 +22,7 @@ from dprlhf.rewards import Scorer
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.evaluate import evaluate
+from dprlhf.training.example_tokens import pack, split_row
 
 Array = NDArray[np.float64]
 
@@ -148,3 +150,32 @@ def membership_bound(
     guesses = planned_guesses(len(scores), epsilon, delta, confidence)
     right = surest_guesses(scores, included, guesses)
     return epsilon_lower_bound(len(scores), guesses, right, delta, confidence)
+
+
+def text_logprobs(
+    policy: CausalLMPolicy,
+    prompts: Sequence[Any],
+    texts: Sequence[str],
+    *,
+    max_prompt_tokens: int = 64,
+    batch_size: int = 64,
+) -> Array:
+    """Return log π(text | prompt) of one text after each prompt, in nats, ``[prompts]``."""
+    asked = in_memory_prompts(prompts)
+    rows = [split_row(policy, p, [text]) for p, text in zip(prompts, texts, strict=True)]
+    before, tokens = [p[-max_prompt_tokens:] for p, _ in rows], [text for _, (text,) in rows]
+    length = max(map(len, tokens), default=1)
+    packed = pack(policy, asked, before, tokens, length, max_prompt_tokens)
+    with policy.sampled_with(Sampling()):  # nothing of the texts was sampled
+        found: Array = token_logprobs(policy, packed, batch_size).sum(1)
+    return found
+
+
+def exposure(scores: Array, right: NDArray[np.int64]) -> Array:
+    """Return the exposure of users' secrets in bits, ``[users]`` (arXiv 1802.08232, section 4)."""
+    # log2(candidates) − log2(rank of the secret), of a tie the middle rank: all bits where it
+    # scores highest, log2(e) ≈ 1.44 on average where the scores know nothing.
+    own = np.take_along_axis(scores, right[:, None], 1)
+    rank = 1 + (scores > own).sum(1) + ((scores == own).sum(1) - 1) / 2
+    bits: Array = np.log2(scores.shape[1]) - np.log2(rank)
+    return bits

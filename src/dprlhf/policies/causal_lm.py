@@ -17,8 +17,7 @@ from dprlhf.data.messages import template_arguments
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import base_is_its_start, quiet_peft
-from dprlhf.policies.chosen_logprobs import chosen_logprobs
-from dprlhf.policies.head_logprobs import has_plain_head, head_logprobs
+from dprlhf.policies.head_logprobs import chosen_logprobs, has_plain_head, head_logprobs
 from dprlhf.policies.kept import Replay, forwards_replaced
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.protocol import Sampling

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from dprlhf.policies.chosen_logprobs import row_parts
+from dprlhf.policies.head_logprobs import row_parts
 from dprlhf.policies.protocol import Sampling
 
 
