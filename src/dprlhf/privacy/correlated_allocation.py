@@ -316,7 +316,12 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
     # The search has draws of its own. The certificate bounds both curves at a few fixed offsets at
     # once, so that the smallest ε that passes needs no correction for having been selected.
     single = gaussian_epsilon(noise, delta_)
-    lower = _independent_epsilon(noise, rounds, bands, delta_)
+    # Without draws: columns with non-negative products cost no less than orthogonal ones of their
+    # norms, as independent noise has (proof note).
+    shortest = float(np.linalg.norm(noise_matrix(rounds, bands), axis=0).min())
+    own = noise / shortest * (1 + 1e-12)
+    once = random_allocation.epsilon(own, rounds, delta_, "remove")
+    lower = random_allocation.epsilon_lower(own, rounds, delta_, once)
     if single == 0 or delta_ < _SMALLEST_DELTA or not _usable(noise, single):
         return single, min(lower, single)
     guess = likely_epsilon(noise, rounds, bands, delta_)
@@ -334,15 +339,6 @@ def epsilon(noise: float, rounds: int, bands: int, delta_: float) -> tuple[float
     failed = points[np.maximum(low, least) - CHARGE >= delta_]
     upper = min([single, *passed.tolist()])
     return upper, min(upper, max([lower, *failed.tolist()]))
-
-
-def _independent_epsilon(noise: float, rounds: int, bands: int, delta_: float) -> float:
-    """Return a lower bound on ε without draws: that of independent noise."""
-    # Columns with non-negative products cost no less than orthogonal ones (proof note).
-    least = float(np.linalg.norm(noise_matrix(rounds, bands), axis=0).min())
-    own = noise / least * (1 + 1e-12)
-    once = random_allocation.epsilon(own, rounds, delta_, "remove")
-    return random_allocation.epsilon_lower(own, rounds, delta_, once)
 
 
 @functools.lru_cache(256)

@@ -113,12 +113,6 @@ def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
     return lower
 
 
-def _of_g(sigma: float, c: float, g: Floats) -> Floats:
-    """Return W as a function of g."""
-    value: Floats = np.exp(sigma * g - sigma**2 / 2) - c * np.exp(-sigma * g - sigma**2 / 2)
-    return value
-
-
 def _g_of(sigma: float, c: float, w: Floats) -> Floats:
     """Return g as a function of W, which grows with it."""
     scaled = w * math.exp(sigma**2 / 2)
@@ -165,7 +159,8 @@ def _tilt(sigma: float, c: float, rounds: int, bound: float) -> tuple[float, flo
     """Choose the tilt and the window's width from a rough quadrature; no choice is invalid."""
     # Up to B, however unlikely that is: near it the tilted mass may be largest.
     g = np.linspace(-9, float(_g_of(sigma, c, np.array(bound))), 4000)
-    w, log_mass = _of_g(sigma, c, g), -(g**2) / 2
+    w = np.exp(sigma * g - sigma**2 / 2) - c * np.exp(-sigma * g - sigma**2 / 2)
+    log_mass = -(g**2) / 2
 
     def log_moment(theta: float) -> float:
         exponents = log_mass + theta * w

@@ -143,7 +143,13 @@ class Search:
         trial = self._study.ask()
         states = self._optuna.trial.TrialState
         first = not self._ended(confirming=False)
-        changes = draw(self._recipe, self._keys, lambda p: _suggested(trial, p))
+
+        def suggested(p: Parameter) -> Any:
+            if p.choices is not None:
+                return trial.suggest_categorical(p.name, p.choices)
+            return trial.suggest_float(p.name, p.low, p.high, log=True)
+
+        changes = draw(self._recipe, self._keys, suggested)
         trial.set_user_attr("changes", changes)
         confirming = trial.user_attrs.get("confirms", False)
         name = f"{'run again' if confirming else 'trial'} {trial.number}: {changes_text(changes)}"
@@ -180,7 +186,7 @@ class Search:
             raise
         else:
             trial.set_user_attr("standard_error", run.rise.standard_error)
-            for key in ("area", "kl", "excess", "seconds"):
+            for key in ("kl", "excess", "seconds"):
                 trial.set_user_attr(key, getattr(run, key))
             self._study.tell(trial, run.score)
             told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}, KL {run.kl:.3g}")
@@ -284,9 +290,3 @@ def _optuna() -> Any:
         import optuna
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
-
-
-def _suggested(trial: Any, parameter: Parameter) -> Any:
-    if parameter.choices is not None:
-        return trial.suggest_categorical(parameter.name, parameter.choices)
-    return trial.suggest_float(parameter.name, parameter.low, parameter.high, log=True)

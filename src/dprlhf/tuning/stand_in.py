@@ -76,12 +76,6 @@ class StandInRun:
         return self.after.mean - self.penalty
 
     @property
-    def area(self) -> float:
-        """Return the mean of the public reward over the rounds, by the trapezoidal rule."""
-        rounds, rewards = np.array(self.curve).T
-        return float(np.trapezoid(rewards, rounds) / (rounds[-1] - rounds[0]))
-
-    @property
     def excess(self) -> float:
         """Return the largest excess of sampling variance, as a share of the noise's variance."""
         return excess_variance(self.plan, self.stand_ins, self.dimension)

@@ -10,25 +10,15 @@ users and any condition number; ``improper-batch-sgd`` (whose predictor is not l
 from dprlhf.papers.regression.exponential import Exponential
 from dprlhf.papers.regression.issp import ISSP
 from dprlhf.papers.regression.on_arrays import Oracle, fit
-from dprlhf.updates.privls import ORACLES, GaussianOracle, make_oracle
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
-from dprlhf.updates.privls.oracle import Contribution, Fit, Guarantee, Release, Select
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 
 __all__ = [
     "ISSP",
-    "ORACLES",
-    "Contribution",
     "Exponential",
-    "Fit",
-    "GaussianOracle",
-    "Guarantee",
     "ImproperBatchSGD",
     "Oracle",
     "ProjectedSGD",
-    "Release",
-    "Select",
     "SufficientStatistics",
     "fit",
-    "make_oracle",
 ]

@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation as block
@@ -62,13 +61,9 @@ def draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloca
     blocks = np.arange(participations)[:, None]
     chosen = (draws % np.uint64(size)).astype(np.int64) + size * blocks
     owners = np.broadcast_to(np.arange(users), chosen.shape)
-    return _sorted_by_round(chosen.ravel(), owners.ravel(), rounds)
-
-
-def _sorted_by_round(rounds: NDArray[np.int64], users: NDArray[np.int64], count: int) -> Allocation:
-    order = np.argsort(rounds, kind="stable")
-    starts = np.searchsorted(rounds[order], np.arange(count + 1))
-    return Allocation(users[order], starts)
+    order = np.argsort(chosen, axis=None, kind="stable")
+    starts = np.searchsorted(chosen.ravel()[order], np.arange(rounds + 1))
+    return Allocation(owners.ravel()[order], starts)
 
 
 def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:

@@ -17,7 +17,7 @@ rest. A user is one vector in that sum, however many examples it has.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,16 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.protocol import Rows
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.privls import Contribution, make_oracle
-from dprlhf.updates.privls.oracle import project
-from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
+from dprlhf.updates.privls.oracle import Contribution, project
+from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION, SufficientStatistics
 from dprlhf.updates.round import P, PrivateRound, R
+
+_ORACLES: dict[str, type[SufficientStatistics | ImproperBatchSGD | ProjectedSGD]] = {
+    "sufficient-statistics": SufficientStatistics,
+    "improper-batch-sgd": ImproperBatchSGD,
+    "projected-sgd": ProjectedSGD,
+}
 
 KEPT_BYTES = 2**30
 """The largest memory of a round's cached features on one process, in bytes."""
@@ -64,15 +70,16 @@ def solve(
 ) -> Released[torch.Tensor]:
     """Return the oracle's solution w, ``[dimension]``, with ‖w‖ ≤ W."""
     dimension = round_.policy.dimension
-    oracle = make_oracle(
-        spec.name,
-        feature_bound=round_.plan.clip_norm,
-        target_bound=spec.target_bound or target_bound,
-        radius=spec.radius,
-        steps=spec.steps,
-        step_size=spec.step_size,
-        damping=spec.damping or 0.0,
-    )
+    settings: dict[str, Any] = {
+        "feature_bound": round_.plan.clip_norm,
+        "target_bound": spec.target_bound or target_bound,
+        "radius": spec.radius,
+        "steps": spec.steps,
+        "step_size": spec.step_size,
+        "damping": spec.damping or 0.0,
+    }
+    kind = _ORACLES[spec.name]
+    oracle = kind(**{own.name: settings[own.name] for own in fields(kind)})
 
     def solution(read: Read) -> torch.Tensor:
         # An oracle reads released values and nothing else about users.
