@@ -82,19 +82,11 @@ class ExplicitPolicy(Policy, Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How scores are changed and cut before a token is drawn; the defaults change nothing.
+    """How scores are changed and cut before a token is drawn; the defaults change nothing."""
 
-    Attributes:
-        top_k: Number of the most likely tokens that are kept (with all ties of the last); 0 for
-            all.
-        top_p: The most likely tokens are kept until their probability reaches this.
-        min_p: Tokens are kept that are at least this share as likely as the most likely one.
-
-    """
-
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: int = 0  # the most likely tokens, with all ties of the last; 0 for all
+    top_p: float = 1.0  # the most likely tokens until their probability reaches this
+    min_p: float = 0.0  # at least this share as likely as the most likely token
 
     @classmethod
     def of(cls, rollout: recipe.Rollout) -> Sampling:

@@ -109,11 +109,8 @@ class Plan:
         """Return the plan of a continued run: with the noise and the ε that its ledger states.
 
         The accountant's last digits differ between processors and between versions of NumPy. The
-        ε that was stated belongs to the noise that was stated, so both are kept together.
-
-        Args:
-            opened: The terms that the ledger opened with. Where they differ by more than rounding,
-                the plan stays as it is, and the ledger refuses it.
+        ε that was stated belongs to the noise that was stated, so both are kept together. Where the
+        terms that the ledger opened with differ by more, it will refuse the plan, which stays.
         """
         names = ("noise_multiplier", "epsilon", "epsilon_lower")
         held, mine = ([one.get(name, "") for name in names] for one in (opened, self.terms()))

@@ -45,19 +45,12 @@ R = TypeVar("R", bound=Rows, default=Responses)
 
 @dataclass(frozen=True)
 class Terms:
-    """The fields of a :class:`~dprlhf.privacy.plan.Plan` that an update reads.
+    """The fields of a :class:`~dprlhf.privacy.plan.Plan` that an update reads."""
 
-    Attributes:
-        clip_norm: The L2 bound S on one user's contribution to a release.
-        noise_multiplier: Standard deviation z of the noise in a sum, in units of S.
-        expected_batch_size: The public constant m that a released sum is divided by.
-        users: A public upper bound on the number of users in a round.
-    """
-
-    clip_norm: float
-    noise_multiplier: float
-    expected_batch_size: float
-    users: int = MOST_USERS
+    clip_norm: float  # The L2 bound S on one user's contribution to a release
+    noise_multiplier: float  # Standard deviation z of the noise in a sum, in units of S
+    expected_batch_size: float  # The public constant m that a released sum is divided by
+    users: int = MOST_USERS  # A public upper bound on the number of users in a round
 
 
 @dataclass(repr=False, eq=False)
