@@ -22,7 +22,6 @@ CASES: list[dict[str, Any]] = [
     {"kill": [["point", "before the commit", 2]]},
     {"kill": [["point", "a rename done", 7]]},  # between the two of a checkpoint
     {"kill": [["point", "after the charge", 1], ["point", "released", 1]]},
-    {"kill": [["call", 0.5]]},
     {"kill": [["call", 0.9], ["call", 0.3]]},
 ]
 

@@ -13,7 +13,6 @@ from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
 from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.correlated_noise import noise_matrix, square_root
-from dprlhf.privacy.filter import filter_share
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from dprlhf.privacy.random_allocation import Side
 
@@ -260,18 +259,6 @@ def test_the_columns_are_non_negative_with_norms_of_at_most_one() -> None:
             assert all(sum(int(u) ** 2 for u in column) <= 2**40 for column in units.T)
         banded = square_root(rounds, bands)
         assert all(c[t, t - k] == banded[t, k] for t in range(rounds) for k in range(min(bands, t)))
-
-
-def test_a_total_with_such_a_run_is_an_upper_bound() -> None:
-    run, other = Mechanism(2.0, 4, bands=4), Mechanism(1.5, 4, "fixed")
-    both = total_epsilon([run, other], DELTA)
-    alone = epsilon(run, DELTA).epsilon
-    assert alone < both.epsilon
-    assert both.epsilon <= gaussian_epsilon((2.0**-2 + 1.5**-2) ** -0.5, DELTA) * (1 + 1e-6)
-    assert total_epsilon([run], DELTA).epsilon == alone
-    gaussian = Mechanism(2.0, 4, "fixed")
-    used = [filter_share({m: 2}, 4.0, DELTA) for m in (run, gaussian)]
-    assert used[0] == pytest.approx(used[1], rel=1e-2)
 
 
 def test_two_runs_cost_at_least_what_their_joint_loss_does() -> None:

@@ -123,19 +123,6 @@ def ledgers(tmp_path: Path) -> Iterator[Any]:
     made[0].close()
 
 
-def test_a_resumed_run_takes_back_the_noise_of_the_rounds_before(ledgers: Any) -> None:
-    p = plan()
-    rows = []
-    for t in (1, 2, 3, 5, 6, 7, 8):  # round 4 was never charged; a gate of its own for each round
-        gate = Gate(p, ledgers(p), KEY)
-        rows.append((value_of(gate.release(t, zeros(p, 3000))) * p.expected_batch_size).numpy())
-        gate.ledger.commit(t)
-    noise = np.insert(np.stack(rows), 3, 0.0, axis=0)
-    whitened = np.delete(dense(ROUNDS, 3) @ noise / p.noise_std, 3, axis=0)
-    assert stats.kstest(whitened.ravel(), "norm").pvalue > 1e-3
-    assert np.abs(np.corrcoef(whitened) - np.eye(ROUNDS - 1)).max() < 5 / np.sqrt(3000)
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("bands", [2, 3, 8, 20])
 def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(bands, resumed, ledgers):

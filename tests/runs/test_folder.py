@@ -373,22 +373,6 @@ def test_after_a_crash_at_any_step_a_whole_checkpoint_loads(
     assert not list(folder.path.glob("checkpoint.*"))
 
 
-def test_two_crashes_in_a_row_lose_nothing(folder, monkeypatch):
-    training = Training(folder)
-    training.step(1)
-    training.save(1)
-    training.step(2)
-    for call, before in ((1, False), (1, True), (1, False), (2, True), (2, False), (3, True)):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", crash_at(call, before=before))
-            with pytest.raises(Crash):
-                training.save(2)
-        loaded = Training(folder)
-        t = loaded.load()
-        assert t in (1, 2)
-        assert_is_after(folder, t)
-
-
 @pytest.mark.parametrize("file", ["state.json", "policy.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
 def test_a_damaged_checkpoint_is_named(folder: RunFolder, file: str, damage: str) -> None:

@@ -277,9 +277,7 @@ def test_a_supervised_stage_releases_coordinates_along_public_directions(
 
 
 @pytest.mark.slow
-def test_directions_need_no_public_feedback(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_directions_need_no_public_feedback(model, tmp_path, monkeypatch, capfd):
     """The sign of a row's gradient, which its label decides, leaves the span as it is.
 
     What is printed meanwhile is in no log, where it would show when a round ended.
