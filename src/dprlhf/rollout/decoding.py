@@ -94,10 +94,14 @@ def decode(
     output = _prefill(policy, ids, mask)
     logits, cache = output.logits[:, -1], output.past_key_values
     # A row of the first logits is a prompt; from here on, a row is a response.
-    steps = static or _growing_steps(policy, mask, cache, num_generations, max_new_tokens)
+    steps: Steps | StaticSteps
     if static is not None:
+        steps = static
         static.start(mask, output)
-
+    else:
+        steps = Steps(policy, mask, num_generations, max_new_tokens)
+        cache.reorder_cache(steps.prompt_of_row)
+        reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
     for step in range(max_new_tokens):
         if watch is not None:
             watch(logits)
@@ -143,20 +147,6 @@ def try_last_step(
     logits = steps.logits(torch.full((rows,), pad, device=device), last, cache)
     half = torch.full((rows, 1), 0.5, dtype=torch.float64, device=device)
     draw(policy, logits, half)
-
-
-def _growing_steps(
-    policy: CausalLMPolicy,
-    mask: torch.Tensor,
-    cache: Any,
-    num_generations: int,
-    max_new_tokens: int,
-) -> Steps:
-    """Return decoding steps over a key-value cache in reserved memory, with the steps' rows."""
-    steps = Steps(policy, mask, num_generations, max_new_tokens)
-    cache.reorder_cache(steps.prompt_of_row)
-    reserve(cache, (max_new_tokens - 1) * steps.shared)  # the last tokens are not read
-    return steps
 
 
 def _prefill(policy: CausalLMPolicy, ids: torch.Tensor, mask: torch.Tensor) -> Any:

@@ -77,17 +77,12 @@ FIXED = PartitionSpec(
 """A random permutation, cut into rounds of exactly m users; those left over stay out."""
 
 STREAM = PartitionSpec(
-    accountant=FIXED.accountant,
-    assumption="batches are disjoint, and a user's place in the order does not depend on any other "
-    "user's data",
-    check=_check,
-    draw=_stream,
-    epsilon=_epsilon,
-    delta=_delta,
-    pair=gaussian_pair(1.0),
-    replaced=gaussian_pair(2.0),
-    log_likelihood=one_round_each,
-    disjoint=True,
-    in_order=True,
+    **{
+        **vars(FIXED),
+        "assumption": "batches are disjoint, and a user's place in the order does not depend on any"
+        " other user's data",
+        "draw": _stream,
+        "in_order": True,
+    }
 )
 """In the order of arrival, every m users make a round; those left over stay out."""
