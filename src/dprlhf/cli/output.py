@@ -92,7 +92,7 @@ above         s: norm of the users' mean gradient over the clip norm; p: release
 
 
 def plan_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of :func:`dprlhf.privacy.plan.trade_off` as a text table with a header."""
+    """Return the rows of ``dprlhf plan`` without a recipe as a text table with a header."""
     header = (
         f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
         f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"

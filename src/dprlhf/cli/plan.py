@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,17 +77,16 @@ def plan(
     """
     if recipe is None:
         _refuse(context, _WITH_A_RECIPE, "needs a recipe")
-        from dprlhf.privacy.plan import balanced_batch, trade_off
-
         if users is None or epsilon is None:
             raise DprlhfError("plan: give a recipe, or --users and --epsilon")
         _warn(epsilon)
         chosen = rounds or [t for t in (1, 4, 16, 32, 64, 100, 200, 1000) if t <= users]
-        table = trade_off(users, chosen, epsilon, delta, dimension, signal)
+        table = _trade_off(users, chosen, epsilon, delta, dimension, signal)
         if as_json:
             typer.echo(json.dumps(table))
             return
-        m = balanced_batch(users, epsilon, dimension)
+        # m = (√d/ε)^{2/3} N^{1/3}, where DP-PG's two errors balance.
+        m = min(users, max(1.0, (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)))
         typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
         about = f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}"
         typer.echo(f"{about}\n\n{plan_table(table)}")
@@ -115,6 +115,48 @@ def plan(
         if passed:
             typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
         typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
+
+
+def _trade_off(
+    users: int,
+    rounds: Sequence[int],
+    epsilon: float,
+    delta: float,
+    dimension: int,
+    signal: float,
+) -> list[dict[str, Any]]:
+    """Compare partitions and numbers of rounds at the same (ε, δ), one pass."""
+    # Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
+    # clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d) with
+    # κ = z√T: what random allocation lowers, and rounds raise.
+    from dprlhf.privacy.plan import make_plan
+
+    for name, value in {"epsilon": epsilon, "signal": signal}.items():
+        if not 0 < value < math.inf:
+            raise DprlhfError(f"{name} must be a positive number, not {value}")
+    for name, count in {"dimension": dimension, "users": users}.items():
+        if count < 1:
+            raise DprlhfError(f"{name} must be at least 1, not {count}")
+    rows = []
+    for partition in ("random-allocation", "fixed"):
+        for count in rounds:
+            made = make_plan(
+                users=users, rounds=count, epsilon=epsilon, delta=delta, partition=partition
+            )
+            kappa = made.noise_multiplier * math.sqrt(count)
+            rows.append(
+                {
+                    "partition": partition,
+                    "adjacency": made.adjacency,
+                    "rounds": count,
+                    "batch": made.expected_batch_size,
+                    "noise_multiplier": made.noise_multiplier,
+                    "noise_to_clip_ratio": made.noise_to_clip_ratio(dimension),
+                    "kappa": kappa,
+                    "signal_to_noise": users * signal / (kappa * math.sqrt(dimension)),
+                }
+            )
+    return rows
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:

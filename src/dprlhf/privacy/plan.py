@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -311,54 +311,3 @@ def noise_warning(ratio: float) -> str | None:
             " epsilon"
         )
     return None
-
-
-def balanced_batch(users: int, epsilon: float, dimension: int) -> float:
-    """Return m = (√d/ε)^{2/3} N^{1/3}, where DP-PG's two errors balance (He & Zhou, Theorem 2)."""
-    balanced: float = (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)
-    return min(float(users), max(1.0, balanced))
-
-
-def trade_off(
-    users: int,
-    rounds: Sequence[int],
-    epsilon: float,
-    delta: float,
-    dimension: int,
-    signal: float,
-) -> list[dict[str, Any]]:
-    """Compare partitions and numbers of rounds at the same (ε, δ), one pass.
-
-    Over a run of T rounds in which everybody takes part once, a signal s (the norm of the mean
-    clipped contribution over S) sums to T·s, the noise to √T·z√d/m. Their ratio is N·s/(κ√d)
-    with κ = z√T: what random allocation lowers, and rounds raise.
-    """
-    if not 0 < epsilon < math.inf:
-        raise DprlhfError(f"epsilon must be a positive number, not {epsilon}")
-    if dimension < 1:
-        raise DprlhfError(f"dimension must be at least 1, not {dimension}")
-    if users < 1:
-        raise DprlhfError(f"users must be at least 1, not {users}")
-    if not 0 < signal < math.inf:
-        raise DprlhfError(f"signal must be a positive number, not {signal}")
-    rows = []
-    partitions: tuple[Partition, ...] = ("random-allocation", "fixed")
-    for partition in partitions:
-        for count in rounds:
-            plan = make_plan(
-                users=users, rounds=count, epsilon=epsilon, delta=delta, partition=partition
-            )
-            kappa = plan.noise_multiplier * math.sqrt(count)
-            rows.append(
-                {
-                    "partition": partition,
-                    "adjacency": plan.adjacency,
-                    "rounds": count,
-                    "batch": plan.expected_batch_size,
-                    "noise_multiplier": plan.noise_multiplier,
-                    "noise_to_clip_ratio": plan.noise_to_clip_ratio(dimension),
-                    "kappa": kappa,
-                    "signal_to_noise": users * signal / (kappa * math.sqrt(dimension)),
-                }
-            )
-    return rows
