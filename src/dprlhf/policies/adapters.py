@@ -38,7 +38,12 @@ def add_adapter(
     with forked_rng(), quiet_peft():
         torch.manual_seed(seed)
         try:
-            config = _any(adapter.peft, model) if adapter.peft else _lora(model, adapter)
+            if adapter.peft:
+                from dprlhf.policies.peft_configs import config_of
+
+                config = config_of(adapter.peft, model)
+            else:
+                config = _lora(model, adapter)
             config.task_type = task_type
             if idle := modules_without_part(model):
                 excluded = rf"({'|'.join(map(re.escape, idle))})(\..*)?"
@@ -166,59 +171,12 @@ def _lora(model: Any, adapter: recipe.Adapter) -> Any:
         lora_dropout=0.0,
         target_modules=_projections(model, adapter),
         layers_to_transform=_layers(model, adapter.layers),
-        fan_in_fan_out=_fan_in_fan_out(model),
+        fan_in_fan_out=model.config.model_type == "gpt2",
     )
 
 
-_REFUSED = {
-    "XLORA": "it mixes trained adapters, which have to come from somewhere",
-    "POLY": "it needs the number of a task with each row",
-    "ADAPTION_PROMPT": "its learnt tokens stand beside a prompt, which sampling does not know",
-}
 INTO_ITSELF = ("pissa", "olora", "loftq")
 """Starts for which PEFT takes the adapter's product away from the base weights."""
-_FROM_DATA = ("eva", "corda", "lora_ga")
-
-
-def _any(fields: dict[str, Any], model: Any) -> Any:
-    """Return the PEFT configuration with these fields."""
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    types = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    name = str(fields["peft_type"]).upper()
-    if name not in types:
-        raise DprlhfError(
-            f"policy.adapter.peft: peft_type {name} is unknown to PEFT; it has"
-            f" {', '.join(sorted(types))}"
-        )
-    config = types[name](**{key: value for key, value in fields.items() if key != "peft_type"})
-    reason = _REFUSED.get(name)
-    if config.is_prompt_learning:
-        reason = "its learnt tokens stand before a prompt, which sampling does not know: take LORA"
-    elif getattr(config, "alora_invocation_tokens", None):
-        reason = "alora_invocation_tokens decides by the text before, which sampling does not know"
-    elif getattr(config, "layer_replication", None):
-        reason = "layer_replication makes another base model"
-    elif "_niter_" in str(getattr(config, "init_lora_weights", True)):
-        reason = (
-            f"init_lora_weights {config.init_lora_weights} is drawn again at loading: take pissa"
-        )
-    elif getattr(config, "init_lora_weights", True) in _FROM_DATA:
-        reason = (
-            f"init_lora_weights {config.init_lora_weights} reads data; policy.adapter.type lora has"
-            " init: public-activations for that"
-        )
-    elif name == "ADALORA" and config.target_r != config.init_r:
-        reason = "it prunes ranks by users' gradients: set target_r to init_r, which prunes nothing"
-    if reason is not None:
-        raise DprlhfError(f"policy.adapter.peft: {name} is not trained: {reason}")
-    for field in vars(config):
-        if "dropout" in field and isinstance(getattr(config, field), float):
-            setattr(config, field, 0.0)  # it would be a second source of randomness
-    if hasattr(config, "fan_in_fan_out"):
-        config.fan_in_fan_out = _fan_in_fan_out(model)
-    config.inference_mode = False
-    return config
 
 
 @torch.no_grad()
@@ -255,10 +213,6 @@ def _keep_dtypes(adapted: Any) -> None:
         if name.endswith((".modules_to_save.default", ".ln_tuning_layers.default")):
             module.register_forward_pre_hook(widen)
             module.register_forward_hook(narrowed)
-
-
-def _fan_in_fan_out(model: Any) -> bool:
-    return bool(model.config.model_type == "gpt2")
 
 
 _QUERY_AND_VALUE = (

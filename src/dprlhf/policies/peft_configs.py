@@ -1,4 +1,4 @@
-"""PEFT's configs, read as the section ``policy.adapter`` of a recipe."""
+"""PEFT's configs as the section ``policy.adapter`` of a recipe, and back."""
 
 from __future__ import annotations
 
@@ -72,3 +72,52 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+_REFUSED = {
+    "XLORA": "it mixes trained adapters, which have to come from somewhere",
+    "POLY": "it needs the number of a task with each row",
+    "ADAPTION_PROMPT": "its learnt tokens stand beside a prompt, which sampling does not know",
+}
+_FROM_DATA = ("eva", "corda", "lora_ga")
+
+
+def config_of(fields: dict[str, Any], model: Any) -> Any:
+    """Return the PEFT configuration with these fields, unless it could not be trained."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    types = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    name = str(fields["peft_type"]).upper()
+    if name not in types:
+        raise DprlhfError(
+            f"policy.adapter.peft: peft_type {name} is unknown to PEFT; it has"
+            f" {', '.join(sorted(types))}"
+        )
+    config = types[name](**{key: value for key, value in fields.items() if key != "peft_type"})
+    reason = _REFUSED.get(name)
+    if config.is_prompt_learning:
+        reason = "its learnt tokens stand before a prompt, which sampling does not know: take LORA"
+    elif getattr(config, "alora_invocation_tokens", None):
+        reason = "alora_invocation_tokens decides by the text before, which sampling does not know"
+    elif getattr(config, "layer_replication", None):
+        reason = "layer_replication makes another base model"
+    elif "_niter_" in str(getattr(config, "init_lora_weights", True)):
+        reason = (
+            f"init_lora_weights {config.init_lora_weights} is drawn again at loading: take pissa"
+        )
+    elif getattr(config, "init_lora_weights", True) in _FROM_DATA:
+        reason = (
+            f"init_lora_weights {config.init_lora_weights} reads data; policy.adapter.type lora has"
+            " init: public-activations for that"
+        )
+    elif name == "ADALORA" and config.target_r != config.init_r:
+        reason = "it prunes ranks by users' gradients: set target_r to init_r, which prunes nothing"
+    if reason is not None:
+        raise DprlhfError(f"policy.adapter.peft: {name} is not trained: {reason}")
+    for field in vars(config):
+        if "dropout" in field and isinstance(getattr(config, field), float):
+            setattr(config, field, 0.0)  # it would be a second source of randomness
+    if hasattr(config, "fan_in_fan_out"):
+        config.fan_in_fan_out = model.config.model_type == "gpt2"
+    config.inference_mode = False
+    return config
