@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from scripts.from_trl.stand_ins import byte_tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import dprlhf
 from dprlhf.assets import resolve
@@ -110,6 +111,22 @@ def sentences() -> list[str]:
         found += [" ".join(words[i : i + 4]) for i in range(0, len(words) - 4, 7)]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(1)).tolist()
     return list(dict.fromkeys(found[i] for i in order))
+
+
+def byte_tokenizer(template: str) -> Any:
+    """Return a byte-level tokenizer with one of TRL's chat templates."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|finetune_right_pad_id|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=special[0], eos_token=special[2], pad_token=special[0],
+        additional_special_tokens=special[1:],
+    )  # fmt: skip
+    folder = Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    return tokenizer
 
 
 def small_model(folder: Path) -> str:

@@ -1,26 +1,32 @@
 """Two hundred plans: is the stated risk never below the true one, and at most 1% above?
 
-Also the seconds of a plan for a guess, and how many of 100 audits stay below the stated guess.
+Also the seconds of a plan for a guess, how many of 100 audits stay below the stated guess, how near
+an audit on a model of its own comes to the claim, and whether an erased user leaves a trace.
 
 Writes rows to ``docs/results/risk.json``. The truth is a closed form for disjoint batches, a plain
 convolution of the likelihood ratio's cells for random allocation and Poisson sampling, and for all
 plans a simulation of the likelihood ratio. riskcal and gdpnum are asked where they are installed::
 
-    PYTHONPATH=src python -m scripts.review.risk [plans] [seconds] [audits] [--label TEXT]
+    PYTHONPATH=src python -m scripts.review.risk [plans] [seconds] [audits] [prompts] [erase]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import multiprocessing
 import secrets
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 from scipy import fft
 from scipy.special import ndtr
 from scipy.stats import beta, norm
@@ -29,12 +35,20 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "risk.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from dprlhf.audit.one_run import audit_plan  # noqa: E402
+from scripts.review.first_run import small_model  # noqa: E402
+
+import dprlhf  # noqa: E402
+from dprlhf.audit.one_run import audit, audit_plan  # noqa: E402
+from dprlhf.boundary import open_private  # noqa: E402
 from dprlhf.privacy.accounting import Mechanism  # noqa: E402
 from dprlhf.privacy.max_guess import plan_within  # noqa: E402
+from dprlhf.privacy.partition import allocate  # noqa: E402
 from dprlhf.privacy.plan import make_plan  # noqa: E402
 from dprlhf.privacy.risk import FALSE_POSITIVES, risk  # noqa: E402
+from dprlhf.recipe import make_recipe  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from dprlhf.runs.withdrawal import erase  # noqa: E402
+from helpers.fixed import KEY, fix_randomness  # noqa: E402
 from helpers.risks import Floats, simulated  # noqa: E402
 
 DELTA = 1e-5
@@ -46,6 +60,11 @@ COUNTS = {
     "replace-one, several passes": 10, "correlated": 10,
 }  # fmt: skip
 GUESSES = (0.55, 0.7)
+CANARIES = 2_000
+AUDITED: dict[str, dict[str, Any]] = {
+    "fixed": {"partition": "fixed"}, "random allocation": {},
+    "replace-one": {"adjacency": "replace-one"},
+}  # fmt: skip
 ASKED: dict[str, dict[str, Any]] = {
     "fixed": {"rounds": 50, "partition": "fixed"},
     "random allocation": {"rounds": 100},
@@ -216,7 +235,7 @@ def timed(asked: tuple[str, float]) -> float:
     return time.process_time() - begun
 
 
-def time_plans(label: str) -> list[Result]:
+def time_plans() -> list[Result]:
     """Return rows of seconds, each plan in processes of its own: nothing is remembered."""
     rows = []
     with multiprocessing.Pool(1, maxtasksperchild=1) as pool:
@@ -225,9 +244,11 @@ def time_plans(label: str) -> list[Result]:
             for guess in GUESSES:
                 took = pool.map(timed, [(kind, guess)] * 3, chunksize=1)
                 slowest = max(slowest, float(np.median(took)))
-            goal, holds = ("", None) if label else ("at most 4", slowest <= 4)
-            name = f"risk: CPU seconds of a plan for a guess{label}: {kind}"
-            rows.append(Result(name, slowest, "s, median of 3, slower of 2", goal, holds))
+            name, unit = (
+                f"risk: CPU seconds of a plan for a guess: {kind}",
+                "median of 3, slower of 2",
+            )
+            rows.append(Result(name, slowest, f"s, {unit}", "at most 4", slowest <= 4))
             print(name, slowest, flush=True)
     return rows
 
@@ -246,6 +267,90 @@ def audited(count: int = 100) -> list[Result]:
         rows.append(Result(name, below, f"of {count}", "at least 95", below >= 95))
         print(name, below, flush=True)
     return rows
+
+
+def prompt_audits() -> list[Result]:
+    """Return how near audits on a language model come to ε, beside those in gradient space."""
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        policy = {
+            "model_name_or_path": small_model(Path(place) / "model"), "dtype": "float32",
+            "adapter": {"type": "lora", "rank": 8, "target_modules": "all-linear"},
+        }  # fmt: skip
+        for name, given in AUDITED.items():
+            recipe = make_recipe({
+                "policy": policy, "data": {"path": "unread"}, "rewards": [{"function": "unread"}],
+                "rollout": {"responses": 8}, "rounds": 8, "privacy": {"epsilon": 4.0, **given},
+            })  # fmt: skip
+            for space in ("prompt", "gradient"):
+                folder = Path(place) / name / space
+                found = audit(recipe, folder, canaries=CANARIES, space=space, quiet=True)
+                unit, start = f"1, {CANARIES:,} canaries", f"risk: audit in {space} space, {name}: "
+                share = found.bound / found.epsilon
+                rows.append(Result(f"{start}lower bound over epsilon", share, unit))
+                if space == "prompt":
+                    alone = found.bound_any / found.epsilon
+                    rows.append(Result(f"{start}the same from the policy alone", alone, unit))
+                print(name, space, share, found.verdict, flush=True)
+    return rows
+
+
+def erased() -> list[Result]:
+    """Return what tells a run whose users were erased from one in which they were blank."""
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["round"] == 2:
+            raise KeyboardInterrupt
+
+    def files(run: Path) -> dict[str, int]:
+        places = [p for p in run.rglob("*") if p.is_file() and "secret" not in p.parts]
+        return {str(p.relative_to(run)): p.stat().st_size for p in places}
+
+    plan = make_plan(users=240, rounds=4, delta=DELTA, epsilon=4.0)
+    last = open_private(allocate(plan, KEY)).round(4)[:30]
+    gone = {f"person {user}" for user in last.tolist()}
+    rows = [{"prompt": f"{i} asks", "who": f"person {i}"} for i in range(240)]
+    blank = [{**row, "prompt": None} if row["who"] in gone else row for row in rows]
+    runs: dict[str, dict[str, int]] = {}
+    fix_randomness()
+    with tempfile.TemporaryDirectory() as place:
+        model = small_model(Path(place) / "model")
+        for name, given in (("erased", rows), ("blank", blank), ("whole", rows)):
+            path, run = Path(place) / f"{name}.jsonl", Path(place) / name
+            path.write_text("".join(json.dumps(row) + "\n" for row in given))
+            with contextlib.suppress(KeyboardInterrupt):
+                dprlhf.train(
+                    model=model, reward=vowels, epsilon=4.0, rounds=4, quiet=True,
+                    data__path=str(path), data__user_column="who", output_dir=run,
+                    callbacks=[stop],
+                )  # fmt: skip
+            if name == "erased":
+                before = files(run)
+                erase(run, sorted(gone))
+                touched = sum(before.get(n) != size for n, size in files(run).items())
+            dprlhf.resume(run, reward=vowels, quiet=True)
+            runs[name] = files(run)
+        weights = [load_file(Path(place) / n / "policy/adapter_model.safetensors") for n in runs]
+    same = [
+        all(torch.equal(weights[0][name], other[name]) for name in weights[0])
+        for other in weights[1:]
+    ]
+    kinds = sum(runs["erased"].get(n) != size for n, size in runs["whole"].items())
+    print(same, kinds, touched, flush=True)
+    start = f"risk: {len(gone)} of 240 users, of the last round, erased after 2 of 4: "
+    return [
+        Result(f"{start}weights equal those of a run in which they were blank", float(same[0]),
+               "1 is yes", "1", same[0] and not same[1]),
+        Result(f"{start}files outside secret/ that the command changed", touched, "files", "0",
+               touched == 0),
+        Result(f"{start}files outside secret/ of another size than without it, at the end", kinds,
+               "files"),
+    ]  # fmt: skip
+
+
+def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Score a completion by its share of vowels."""
+    return [sum(x in "aeiou" for x in text) / max(len(text), 1) for text in completions]
 
 
 def compare_all() -> list[Result]:
@@ -268,13 +373,15 @@ def compare_all() -> list[Result]:
 def main() -> None:
     """Measure the parts that are named, all by default, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = {"seconds": None, "audits": audited, "plans": compare_all}
+    parts = {
+        "seconds": time_plans, "audits": audited, "plans": compare_all,
+        "prompts": prompt_audits, "erase": erased,
+    }  # fmt: skip
     parser.add_argument("parts", nargs="*", choices=[*parts, []])
-    parser.add_argument("--label", default="", help="what to call the source that is timed")
     given = parser.parse_args()
     for name, measure in parts.items():
         if not given.parts or name in given.parts:
-            write_results(OUT, measure() if measure else time_plans(given.label))
+            write_results(OUT, measure())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import PeftModel
-from scripts.from_trl.stand_ins import byte_tokenizer
+from scripts.review.first_run import byte_tokenizer
 from trl import import_utils
 
 from dprlhf import trl as private

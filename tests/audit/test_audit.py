@@ -282,7 +282,11 @@ def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path
         "adapter": {"type": "lora", "target_modules": ["c_attn"]},
     }
     recipe = recipe_of(
-        policy=policy, rounds=1, previous=[{"run": run}], data={"user_column": column}
+        policy=policy,
+        rounds=1,
+        rollout={"responses": 8},
+        previous=[{"run": run}],
+        data={"user_column": column},
     )
     found = audit(recipe, tmp_path / "audit", canaries=4, space="prompt", seed=1, quiet=True)
     assert found.holds
@@ -300,16 +304,16 @@ def test_prompt_canaries_go_through_the_recipes_own_model(tmp_path: Path) -> Non
         "model_name_or_path": str(tmp_path / "model"),
         "adapter": {"type": "lora", "rank": 8, "target_modules": "all-linear"},
     }
-    recipe = recipe_of(policy=policy, rounds=1, rollout={"responses": 2})
+    recipe = recipe_of(policy=policy, rounds=1, rollout={"responses": 8})
     found = audit(recipe, tmp_path / "private", canaries=8, space="prompt", seed=1, quiet=True)
     assert found.bound <= 8
     # The control: the attack sees something where no noise is in its way.
-    included = np.random.default_rng(2).random(40) < 0.5
+    included = np.random.default_rng(2).random(120) < 0.5
     recipe = recipe_of(policy=policy, privacy=WITHOUT_NOISE, rounds=1, rollout={"responses": 16})
     signs = np.where(included, 1.0, np.nan)
     folder = RunFolder(tmp_path / "baseline")
     moved = prompt_run(recipe, folder, signs, True, lambda *told: None).gains
-    assert roc(moved[included], moved[~included]).auc > 0.65
+    assert roc(moved[included], moved[~included]).auc > 0.6
 
 
 @pytest.mark.slow

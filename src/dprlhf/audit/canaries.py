@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,23 +24,27 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardModel
+from dprlhf.audit.prompt_readings import MOST_VALUES, PromptReadings
 from dprlhf.audit.watched_gate import Seen, WatchedGate, values_tested
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import clipped_vectors
+from dprlhf.gradients.clipping import clip_users, clipped_vectors
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import Allocation, allocate
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, RewardRecipe
+from dprlhf.rewards import Scores
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
+from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
-from dprlhf.updates import UPDATES
+from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Array = NDArray[np.float64]
@@ -66,6 +71,7 @@ class AuditRecord:
             plainly the sum of the round's releases.
         gains: How far the run moved each user's expected reward, ``[users]``, where the canaries
             are prompts of the recipe's own model; None in gradient space.
+        prompts: What the releases show of each such canary; None where they were not read.
     """
 
     plan: Plan
@@ -73,6 +79,7 @@ class AuditRecord:
     known: NDArray[np.int64] | None
     moved: Array | None = None
     gains: Array | None = None
+    prompts: PromptReadings | None = None
 
 
 def gradient_run(
@@ -118,7 +125,7 @@ def prompt_run(
     Arguments are those of :func:`gradient_run`.
     """
     recipe = cast(Recipe, recipe)
-    prompts = [f"{i} {hashlib.sha256(b'%d' % i).hexdigest()[:12]}" for i in range(len(signs))]
+    prompts = [_random_text(i) for i in range(len(signs))]
     sign_of = dict(zip(prompts, signs.tolist(), strict=True))
 
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -133,16 +140,62 @@ def prompt_run(
         "rollout": recipe.rollout.model_copy(update=_ONE_TOKEN),
         "data": _data(recipe.data),
     }
+    if _plain(recipe):  # each canary moves a release by S, and all together move the policy as far
+        changes["update"] = recipe.update.model_copy(update={"clip_norm": CLIP_NORM})
+        step = recipe.update.clip_norm / CLIP_NORM
+        changes["optimizer"] = settings.Optimizer(name="sgd", learning_rate=step)
 
     def begin(run: Run) -> None:
         started(run.plan, _values_tested(run), _move(run))
+        if _readable(run):
+            reader = PromptReadings(signs, run.plan, np.random.default_rng())
+            cast(WatchedGate, run.gate).prompts = reader
+            cast(Reinforcement, run.stage).watch = partial(_expect, reader, run)
 
     sources = InMemoryInputs(_rows(recipe.data, prompts), reward, None, None)
     run, gate = _train(recipe, changes, folder, sources, lambda _: None, quiet, begin)
     with run.policy.base():
         before = _expected(run.policy, prompts)
     gains = _expected(run.policy, prompts) - before
-    return AuditRecord(run.plan, list(gate.rounds.values()), None, gains=gains)
+    rounds = list(gate.rounds.values())
+    return AuditRecord(run.plan, rounds, _known(run), gains=gains, prompts=gate.prompts)
+
+
+def _readable(run: Run) -> bool:
+    """Return whether each canary can be read from a release of its own."""
+    members = max(len(open_private(run.allocation).round(t + 1)) for t in range(run.plan.rounds))
+    once = run.plan.bands == run.plan.participations == 1 and run.plan.partition != "poisson"
+    return once and _plain(run.recipe) and members * run.policy.dimension <= MOST_VALUES
+
+
+def _expect(reader: PromptReadings, run: Run, round_: PrivateRound) -> None:
+    """State what the canaries of a round contribute if they take part, and if they do not."""
+    recipe, policy = cast(Recipe, run.recipe), round_.policy
+    responses = open_private(round_.responses)
+    texts, prompts = responses.texts, [responses.prompts.prompts[p] for p in responses.prompt]
+    likes = np.array([_likes(p, text[:1]) for p, text in zip(prompts, texts, strict=True)])
+
+    def contributions(sign: float) -> Array:
+        rewards = sign * recipe.reward_range * likes
+        vectors = public_gradients(
+            policy,
+            responses,
+            Scores(rewards, np.ones(len(rewards), dtype=np.bool_), {}),
+            update=recipe.update,
+            kl=recipe.kl,
+            reward_range=recipe.reward_range,
+            optimizer=run.optimizer,
+            t=round_.t,
+        )
+        if round_.subspace is not None:
+            vectors = round_.subspace.coordinates(vectors.to(policy.device))
+        bound, most = round_.vector_clip_norm, run.plan.users
+        return clip_users(vectors.cpu(), bound, most_users=most)[0].numpy() / run.plan.clip_norm
+
+    if_in = contributions(1.0)
+    opposed = run.plan.adjacency == "replace-one"
+    if_out = contributions(-1.0) if opposed else np.zeros_like(if_in)
+    reader.expect(open_private(run.allocation).round(round_.t), if_in, if_out)
 
 
 def vector_run(plan: Plan, folder: Path, key: bytes, signs: Array) -> AuditRecord:
@@ -417,6 +470,12 @@ def _told(plan: Plan, allocation: Allocation) -> NDArray[np.int64] | None:
     for t in range(plan.rounds):
         rounds[allocation.round(t + 1)] = t
     return rounds
+
+
+def _random_text(i: int) -> str:
+    """Return a text that nobody else has, of letters and spaces."""
+    digits = hashlib.shake_128(b"%d" % i).digest(24)
+    return "".join("abcdefghijklmnopqrstuvwxyz     "[digit % 31] for digit in digits)
 
 
 def _likes(prompt: str, first: str) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +35,14 @@ from dprlhf.audit.likelihood import log_likelihood_ratio, matched, noise_of
 from dprlhf.privacy.accounting import Mechanism, epsilon, gaussian_delta, single_noise
 from dprlhf.privacy.correlated_noise import noise_matrix
 from dprlhf.privacy.plan import Plan
+from dprlhf.privacy.risk import risk
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
 
-_LEAST_NOISE = 0.01
+_LEAST_NOISE, _MOST_NOISE = 0.01, 1e4
 _LEAST_FRACTION = 0.02  # of the planned noise: no audit is asked about less
+_STEP = 1.03  # of a grid of noise multipliers
 _DRAWN = 20  # simulated canaries for each one of the audit
 _VALUES = 2**22  # most values of a simulation, which takes seconds
 _AT_ONCE = 2**18  # of them in memory
@@ -50,6 +53,9 @@ def advantage(mechanism: Mechanism) -> float:
     """Return an upper bound δ(0) on 2 P[right] − 1, for any guess about one user."""
     if mechanism.noise_multiplier == 0:
         return 1.0
+    if mechanism.adjacency == "replace-one" and not mechanism.spec.disjoint:
+        # The accountant's bound is loose at ε = 0; δ has no part in the best guess.
+        return 2 * risk([mechanism], 1e-5).best_guess - 1
     single = gaussian_delta(single_noise(mechanism), 0.0)
     return min(single, mechanism.spec.delta(mechanism, 0.0, single, True))
 
@@ -70,16 +76,51 @@ def bound_from_guesses(right: int, canaries: int, plan: Plan, level: float) -> f
         level: Probability, at most, with which the bound is above the true ε.
     """
     target = 2 * float(beta.ppf(level, right, canaries - right + 1)) - 1 if right else 0.0
-    low, high = _LEAST_NOISE, 2 * _LEAST_NOISE
-    if target <= 0 or advantage(plan.mechanism.with_noise(low)) < target:
+    if target <= 0:
         return 0.0
-    while advantage(plan.mechanism.with_noise(high)) >= target:
+    return bound_from_noise(plan, lambda z: advantage(plan.mechanism.with_noise(z)) < target)
+
+
+def bound_from_noise(plan: Plan, refuted: Callable[[float], bool]) -> float:
+    """Return the ε that the plan would have with the least noise multiplier that is refuted.
+
+    Args:
+        plan: The plan, whose δ the bound is stated for.
+        refuted: Whether a noise multiplier is refuted; all larger ones are, too.
+    """
+    low, high = _LEAST_NOISE, 2 * _LEAST_NOISE
+    if refuted(low):
+        return 0.0
+    while not refuted(high):
         low, high = high, 2 * high
+        if high > _MOST_NOISE:
+            return 0.0
     while high > low * 1.001:
         middle = math.sqrt(low * high)
-        refuted = advantage(plan.mechanism.with_noise(middle)) < target
-        low, high = (low, middle) if refuted else (middle, high)
+        low, high = (low, middle) if refuted(middle) else (middle, high)
     return epsilon(plan.mechanism.with_noise(high), plan.guarantee.delta).epsilon
+
+
+def readings_refute(right: Bits, sizes: Array, plan: Plan, noise: float, level: float) -> bool:
+    """Return whether right guesses refute that the noise multiplier is at least ``noise``.
+
+    Each guess reads one release (:mod:`dprlhf.audit.prompt_readings`).
+
+    Args:
+        right: Whether each guess is right, ``[canaries]``.
+        sizes: How far each canary moves its reading, in units of S, ``[canaries]``.
+        plan: The plan, whose canaries take part in one round each.
+        noise: The noise multiplier.
+        level: Probability, at most, with which noise that large is refuted.
+    """
+    one = Mechanism(**{**vars(plan.mechanism), "releases_per_round": 1})
+    # On a grid, rounded to less noise: the probability of a right guess is not understated.
+    steps = np.floor(np.log(noise / sizes) / math.log(_STEP))
+    known = {step: advantage(one.with_noise(_STEP**step)) for step in np.unique(steps)}
+    rates = (1 + np.array([known[step] for step in steps])) / 2
+    # Nearly the best weights where sizes are 0.6 or so; they follow from nothing later.
+    weights = sizes * math.sqrt(20 * math.log(1 / level) / len(right))
+    return float((weights * right - np.log1p(rates * np.expm1(weights))).sum()) >= -math.log(level)
 
 
 def is_exact(mechanism: Mechanism) -> bool:

@@ -7,6 +7,7 @@ compared with the claimed ε. :mod:`dprlhf.audit.one_run` makes the run and call
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from dprlhf.audit.bounds import chance_of_right, epsilon_lower_bound
 from dprlhf.audit.canaries import AuditRecord
 from dprlhf.audit.guesses import (
     bound_from_guesses,
+    bound_from_noise,
     fewest_right,
     is_exact,
     planned_guesses,
+    readings_refute,
     right_guesses,
     surest_guesses,
 )
@@ -43,8 +46,8 @@ class Audit:
     """Result of an audit.
 
     Attributes:
-        bound: Lower bound on ε. In gradient space it holds if the noise of different coordinates is
-            independent, which the audit tests.
+        bound: Lower bound on ε. Where canaries are read along directions of their own it holds if
+            the noise of different coordinates is independent, which the audit tests.
         accountants_terms: Whether ``bound`` holds in the accountant's terms alone: it is what the
             accountant states for noise that the guesses rule out, and the true ε may be smaller.
         bound_any: Lower bound on ε that holds whatever the dependence between canaries.
@@ -154,7 +157,8 @@ def judge(
         power=power,
         refuted_by=(*refuted, *found.refuted_by),
         can_refute=found.can_refute,
-        accountants_terms=record.gains is None and not is_exact(plan.mechanism),
+        accountants_terms=record.prompts is not None
+        or (record.gains is None and not is_exact(plan.mechanism)),
     )
 
 
@@ -177,31 +181,43 @@ def _guessed(record: AuditRecord, included: Bits, alpha: float, *, bounds: bool)
     """
     plan, canaries, refuted = record.plan, len(included), []
     epsilon, delta = plan.guarantee.epsilon, plan.guarantee.delta
-    if record.gains is None:
-        scores = attack_scores(record, canaries)
-        level, any_level = alpha * GUESSES_SHARE, alpha * ANY_GUESSES_SHARE
-        guesses, right = canaries, right_guesses(scores, included)
-        fewest = fewest_right(canaries, plan, level)
-        if right >= fewest:
-            refuted.append("more canaries were recognised than the claim allows")
-        can_refute = fewest <= canaries
+    level, any_level = alpha * GUESSES_SHARE, alpha * ANY_GUESSES_SHARE
+    policy_alone = record.gains is not None and record.prompts is None
+    if policy_alone:
+        any_level += level
     else:
-        scores = record.gains[:canaries]
-        any_level = alpha * (GUESSES_SHARE + ANY_GUESSES_SHARE)
+        scores = attack_scores(record, canaries)
+        right = right_guesses(scores, included)
+    of_any = scores if record.gains is None else record.gains[:canaries]
     planned = planned_guesses(canaries, epsilon, delta, 1 - any_level)
-    surest = surest_guesses(scores, included, planned)
+    surest = surest_guesses(of_any, included, planned)
     if chance_of_right(canaries, planned, surest, epsilon, delta) < any_level:
         refuted.append("the surest guesses are right more often than the claim allows")
-    bound = bound_any = 0.0
+    bound_any = bound = 0.0
     if bounds:
         bound_any = epsilon_lower_bound(canaries, planned, surest, delta, 1 - any_level)
-        bound = bound_any
-    if record.gains is not None:
-        guesses, right = planned, surest
+    if policy_alone:
         can_refute = chance_of_right(canaries, planned, planned, epsilon, delta) < any_level
-    elif bounds:
-        bound = bound_from_guesses(right, canaries, plan, level)
-    return _Guessed(guesses, right, bound, bound_any, refuted, can_refute)
+        return _Guessed(planned, surest, bound_any, bound_any, refuted, can_refute)
+    if record.prompts is None:
+        fewest = fewest_right(canaries, plan, level)
+        too_many, can_refute = right >= fewest, fewest <= canaries
+        if bounds:
+            bound = bound_from_guesses(right, canaries, plan, level)
+    else:
+        sizes = record.prompts.sizes[:canaries]
+
+        def refuted_by(which: Bits, noise: float) -> bool:
+            return readings_refute(which, sizes, plan, noise, level)
+
+        which, z = (scores > 0) == included, plan.noise_multiplier
+        too_many = plan.private and refuted_by(which, z)
+        can_refute = plan.private and refuted_by(np.ones_like(which), z)
+        if bounds:
+            bound = bound_from_noise(plan, partial(refuted_by, which))
+    if too_many:
+        refuted.append("more canaries were recognised than the claim allows")
+    return _Guessed(canaries, right, bound, bound_any, refuted, can_refute)
 
 
 def _tested(record: AuditRecord) -> dict[str, float]:
@@ -223,6 +239,11 @@ def attack_scores(record: AuditRecord, canaries: int) -> Array:
         canaries: Number of canaries.
     """
     plan = record.plan
+    known = None if record.known is None else record.known[:canaries]
+    if record.prompts is not None:
+        sizes = record.prompts.sizes[:canaries, None]
+        readings = record.prompts.readings[:canaries] / sizes
+        return log_likelihood_ratio(readings, plan, known, record.prompts.noise.mean() / sizes)
     given = np.array([[s.given for s in round_] for round_ in record.rounds])  # [T, J, users]
     released = np.array([[s.released for s in round_] for round_ in record.rounds])
     moves = _moves(given[:, :, canaries:])
@@ -231,7 +252,6 @@ def attack_scores(record: AuditRecord, canaries: int) -> Array:
     if plan.bands > 1:
         seen, noise = (matched(x.T, plan).T for x in (seen, noise))
     size = max(_LEAST_NOISE, float(noise[:, canaries:].std()))
-    known = None if record.known is None else record.known[:canaries]
     return log_likelihood_ratio(seen[:, :canaries].T, plan, known, size)
 
 
@@ -248,7 +268,7 @@ def _broken_rules(record: AuditRecord) -> list[str]:
     That is a canary that moves a sum by more than S, telemetry above its bound, and a policy that
     moved by what was not released.
     """
-    broken = []
+    broken = [] if record.prompts is None else list(record.prompts.faults)
     largest = max((np.abs(s.given).max(initial=0.0) for r in record.rounds for s in r), default=0.0)
     if largest > 1 + 1e-6:
         broken.append(f"a canary moved a sum by {largest:.3g} times the clip norm")

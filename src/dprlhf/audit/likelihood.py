@@ -17,7 +17,7 @@ def log_likelihood_ratio(
     observed: Array,  # [users, rounds]
     plan: Plan,
     known_round: NDArray[np.int64] | None = None,  # [users]
-    noise: float | None = None,
+    noise: float | Array | None = None,  # a number, or [users, 1]
 ) -> Array:
     """Return log P(observed | took part) − log P(observed | did not), ``[users]``."""
     # Under replace-one, "did not": a user with the opposite vector took part instead.
@@ -44,7 +44,7 @@ def noise_of(plan: Plan) -> float:
 
 
 def _took_part(
-    observed: Array, noise: float, plan: Plan, known_round: NDArray[np.int64] | None
+    observed: Array, noise: float | Array, plan: Plan, known_round: NDArray[np.int64] | None
 ) -> Array:
     """Return log P(observed | took part) − log P(observed | noise alone), ``[users]``."""
     of_round = (observed - 0.5) / noise**2

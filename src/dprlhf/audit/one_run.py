@@ -6,9 +6,10 @@ the releases who was included (:mod:`dprlhf.audit.guesses`), and the noise in ev
 coordinate, which the audit knows, is tested (:mod:`dprlhf.audit.noise_tests`). In ``gradient``
 space, on a small model, each canary moves one known coordinate of a release by S, as the strongest
 adversary would. In ``prompt`` space, on the recipe's own model, a canary is a unique prompt whose
-reward depends on a hash of the prompt and the response's first letter; canaries share parameters
-there, so the bound is that of Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no
-dependence between them invalidates.
+reward depends on a hash of the prompt and the response's first letter, and is read along a
+direction of its own (:mod:`dprlhf.audit.prompt_readings`). Of the released policy alone, and where
+noise is correlated, a user has several rounds, or a regression is released, the bound is that of
+Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no dependence invalidates.
 
 All tests together refute a claim that is true with probability at most 1 − confidence: each has a
 share of that (Bonferroni).

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dprlhf.audit.prompt_readings import PromptReadings
 from dprlhf.boundary import BoundedSum, Released, open_released
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
@@ -46,6 +47,7 @@ class WatchedGate:
         self._gate, self._plan = gate, plan
         self._own, self._count = own, telemetry.count if telemetry else 0
         self._users, self._bound = users, telemetry.norm if telemetry else 0.0
+        self.prompts: PromptReadings | None = None
 
     def release(self, t: int, bounded: BoundedSum) -> Released[torch.Tensor]:
         """Release a sum as the gate does, and keep it and its noise."""
@@ -60,6 +62,8 @@ class WatchedGate:
         if brought:
             brought /= max(1, self._users[t - 1]) * self._bound
         noise = _kept(after - before)
+        if self.prompts is not None and t not in self.rounds:
+            self.prompts.read(t, before[:end] / scale, after[:end] / scale)
         seen = Seen(before[place] / scale, after[place] / scale, noise, brought)
         self.rounds.setdefault(t, []).append(seen)
         return released

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,7 @@ class Reinforcement:
         self.recipe = recipe
         self.public: Prompts | None = None
         self.guidance: Guidance | None = None
+        self.watch: Callable[[PrivateRound], None] | None = None  # an audit's, before the update
         self.keeps = False
         self.timing: dict[str, float] = {}
         self.agent: AgentSampler | None = None
@@ -376,6 +377,8 @@ class Reinforcement:
             tick=batch.tick,
         )
         subtract_kl(round_, recipe.kl, recipe.update.batch_size)
+        if self.watch is not None:
+            self.watch(round_)
         find_update(recipe.update)(round_, recipe.update)
         return self._outcome(round_)
 
