@@ -497,6 +497,13 @@ def test_a_user_is_known_again_however_a_file_spells_the_name(one, another):
     assert not np.isin(known[0], open_private(other.identities())).any()
 
 
+def test_each_row_brings_its_own_arguments_for_the_chat_template() -> None:
+    own = [{"mood": "glad"}, {"mood": "calm"}]
+    made = users({"prompt": ["a", "b"], "chat_template_kwargs": own})
+    found = made.select(np.arange(2)).for_template
+    assert [row["chat_template_kwargs"] for row in found] == own
+
+
 def test_rows_without_a_prompt_are_nobody_in_particular() -> None:
     """They contribute nothing, and two of them in unrelated data are not one person."""
 
