@@ -224,6 +224,13 @@ def test_alone_no_other_user_moves_a_users_gradient_by_a_bit() -> None:
     assert not torch.equal(found[0][0], found[1][0])  # the others did change
 
 
+def test_an_engine_for_one_user_takes_no_second() -> None:
+    net = nn.Linear(2, 2)
+    engine = PerUserGradients(net, dict(net.named_parameters()), alone=True)
+    with pytest.raises(ValueError, match="several users"):
+        engine.run(lambda: net(torch.ones(2, 2)).sum(), users=2, rows=2)
+
+
 def test_what_has_no_part_in_the_loss_is_refused_before_the_run() -> None:
     def spare(model: Any) -> None:
         model.transformer.spare = nn.Conv1d(2, 2, 1)
