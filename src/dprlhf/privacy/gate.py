@@ -48,7 +48,7 @@ class Gate:
         self._released += 1
         # Noise is added in place. Sum and noise are multiples of a power of two γ, about 2⁻³⁰ zS,
         # and the noise is drawn exactly. Rounding can move neighbours' sums apart by γ in each of d
-        # coordinates, so its standard deviation is z(S + γ⌈√d⌉).
+        # coordinates, so the noise has standard deviation z(S + γ⌈√d⌉).
         total = bounded.total
         if plan.noise_std:
             grid = grid_of(plan.noise_multiplier, plan.clip_norm, len(total))
