@@ -19,9 +19,9 @@ from dprlhf.gradients.ghost_norm import (
     _chunk_by_chunk,
     add_weighted,
     rounding,
+    side_by_side,
     square_norm,
 )
-from dprlhf.gradients.threads import side_by_side
 
 S = 0.7
 N, M = 5, 6  # a weight's shape

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from dprlhf.gradients.threads import side_by_side
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 # The sides of a block of one user's product: it and its float64 sum stay near a core. On an
 # accelerator: the most elements of the blocks of all users together.
@@ -237,3 +239,22 @@ def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     equal = tokens[:, :, None] == tokens[:, None, :]
     first = ~equal.tril(-1).any(2)
     return torch.where(first[:, :, None], equal.to(rows) @ rows, 0.0)
+
+
+def side_by_side(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+    """Return what ``work`` finds for each item, in their order, on as many threads as torch has."""
+    # Products of a few dozen tokens are too small to be shared among torch's threads.
+    threads = min(torch.get_num_threads(), len(items))
+    if threads <= 1:
+        return [work(item) for item in items]
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=_alone) as pool:
+            return list(pool.map(work, items))
+    finally:  # torch keeps the number for each thread, and once more for threads to come
+        torch.set_num_threads(before)
+
+
+def _alone() -> None:
+    torch.get_num_threads()  # a thread's own number is set at its first use, to that of the process
+    torch.set_num_threads(1)

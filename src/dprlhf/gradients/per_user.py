@@ -38,10 +38,10 @@ from dprlhf.gradients.ghost_norm import (
     at_least_float32,
     per_user,
     rounding,
+    side_by_side,
     square_norm,
 )
 from dprlhf.gradients.layers import Layer, layers_of, unknown
-from dprlhf.gradients.threads import side_by_side
 from dprlhf.hardware import repeatable
 
 # The most elements of users' gradients that are joined: 2 MB in float64, 32 MB on an accelerator.
