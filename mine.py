@@ -1,1 +1,0 @@
-def concise(completions): return [-len(c) for c in completions]
