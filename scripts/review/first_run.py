@@ -129,7 +129,7 @@ def byte_tokenizer(template: str) -> Any:
     return tokenizer
 
 
-def small_model(folder: Path) -> str:
+def small_model(folder: Path, steps: int = STEPS) -> str:
     """Train a byte-level model of four layers on the pages, and save it."""
     pages = "\n".join(p.read_text("utf-8") for p in sorted((ROOT / "docs").rglob("*.md")))
     tokenizer = byte_tokenizer("qwen3")
@@ -143,7 +143,7 @@ def small_model(folder: Path) -> str:
         )
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         starts = torch.randint(len(tokens) - 97, (24,))
         batch = torch.stack([tokens[s : s + 96] for s in starts.tolist()])
         loss = model(input_ids=batch, labels=batch).loss

@@ -274,7 +274,7 @@ def prompt_audits() -> list[Result]:
     rows = []
     with tempfile.TemporaryDirectory() as place:
         policy = {
-            "model_name_or_path": small_model(Path(place) / "model"), "dtype": "float32",
+            "model_name_or_path": small_model(Path(place) / "model", 1500), "dtype": "float32",
             "adapter": {"type": "lora", "rank": 8, "target_modules": "all-linear"},
         }  # fmt: skip
         for name, given in AUDITED.items():
