@@ -10,6 +10,7 @@ completions of held-out public prompts that the majority likes.
 ``feedback`` fits that log, ``sft`` the liked completions alone, and ``public only`` is a run
 without noise on the labelled public rows, from which the directions of the other two come.
 ``windows`` fits four logs of the same users, each written by the model that the one before made.
+``interval`` asks, without a model, how often the private value's interval holds the true value.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ from dprlhf.cli.init import new_recipe
 from dprlhf.recipe.loading import recipe_from
 from dprlhf.runs.measurements import Result, machine, write_results
 
-OUT = Path.cwd() / "docs/results/feedback.json"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs/results/feedback.json"
 COMMAND = "python -m scripts.review.feedback --kept FOLDER"
 PUBLIC, SHOWN, TOKENS, WINDOWS, NO_NOISE = 192, 2, 24, 4, 1e6
 
@@ -156,6 +159,20 @@ class Simulation:
             return {"share": self.share(model), "total": card["total"]["epsilon"]}
 
 
+def coverage() -> list[Result]:
+    """Return how many of 200 simulated deployments have the true value in the 95% interval."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from training.test_logged_value import deployments
+
+    rows = []
+    for what, tilt in (("the logged policy", 0.0), ("a tuned one", 1.5), ("one far away", 12.0)):
+        truth, found = deployments(tilt, count=200)
+        held = sum(value.low <= truth <= value.high for value in found)
+        name = f"feedback: intervals of a private value that hold the true one: {what}"
+        rows.append(Result(name, held, "of 200 deployments", "at least 190", held >= 190, COMMAND))
+    return rows
+
+
 def main() -> None:
     """Run every cell that is missing, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -167,7 +184,10 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
     rows = []
-    for name in options.tasks:
+    if "interval" in options.methods:
+        options.methods.remove("interval")
+        rows = coverage()
+    for name in options.tasks if options.methods else []:
         simulation = None
         cells = list(itertools.product(options.methods, options.users, options.epsilons))
         if "public only" in options.methods:
