@@ -445,7 +445,9 @@ def test_a_pipeline_states_one_total(model, tmp_path, monkeypatch):
 def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = stage_of(
         recipe.RewardRecipe, model, Path("run"), rounds=4,
-        data={"path": "in-memory", "user_column": "user", "max_tokens": 16},
+        data={
+            "path": "in-memory", "user_column": "user", "max_tokens": 16, "max_prompts_per_user": 1,
+        },
         evaluation={"data": {"path": "in-memory"}, "prompts": 6},
         privacy={"epsilon": 4.0, "tuning_runs": 1},
     )  # fmt: skip
