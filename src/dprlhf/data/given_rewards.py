@@ -22,17 +22,11 @@ user at a time."""
 
 @dataclass(frozen=True, repr=False)
 class GivenReward:
-    """A reward that a program passes.
+    """A reward that a program passes."""
 
-    Attributes:
-        settings: What the run's recipe says of it; its ``function`` is ``in-memory`` for an object.
-        given: The object; None where the settings name the reward.
-        tokenizer: The tokenizer of a classifier; None takes the one beside the model's weights.
-    """
-
-    settings: Reward
-    given: Any = None
-    tokenizer: Any = None
+    settings: Reward  # What the run's recipe says of it; its function is in-memory for an object
+    given: Any = None  # The object; None where the settings name the reward
+    tokenizer: Any = None  # A classifier's; None takes the one beside the model's weights
 
 
 def declares(function: object, attribute: str) -> bool:
@@ -60,9 +54,6 @@ def rewards_of(specs: Sequence[Reward], given: Sequence[GivenReward] | None) -> 
     The recipe's settings hold, so that a resumed run weighs its rewards as before, and so that its
     privacy card stays true: a further reward, or one that is declared otherwise, may have been
     fitted on the users. A setting that is left at its default is not compared.
-
-    Raises:
-        DprlhfError: A resumed run needs an object again, or gets other rewards than it had.
     """
     if given is None:
         if any(spec.function == IN_MEMORY for spec in specs):

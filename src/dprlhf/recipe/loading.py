@@ -60,11 +60,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def load_any_recipe(
     path: str | Path, overrides: Sequence[str] = (), *, stage: str | None = None
 ) -> AnyRecipe:
-    """Read a YAML recipe of any stage, as :func:`load_recipe` does.
-
-    Args:
-        stage: The stage of a recipe that names none; None for a run of private updates.
-    """
+    """Read a YAML recipe of any stage; ``stage`` is that of a recipe which names none."""
     return recipe_from(read_settings(Path(path)), overrides, source=str(path), stage=stage)
 
 
@@ -84,11 +80,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def recipe_from(
     settings: dict[str, Any], overrides: Sequence[str], *, source: str, stage: str | None = None
 ) -> AnyRecipe:
-    """Apply overrides to settings, in place, and return the recipe of their stage.
-
-    Args:
-        stage: The stage of a recipe that names none; None for a run of private updates.
-    """
+    """Apply overrides to settings, in place, and return the recipe of their stage."""
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:

@@ -4,15 +4,15 @@ A row is a completion y that a policy μ wrote and one user saw, and that user's
 gradient of a user's loss, its mean over the user's own rows, is clipped as in every stage; nothing
 compares two users. With A = r − b, b a public constant, and Δ = log π(y|x) − log μ(y|x):
 
-- ``policy_gradient`` takes min(π/μ, c) A ∇ log π. Of n tokens the ratio of the whole completion is
-  a product: the log of it grows with n, and of a long text nearly every ratio is 0 or cut to c. So
+- ``policy_gradient`` takes min(π/μ, 2) A ∇ log π. Of n tokens the ratio of the whole completion is
+  a product: the log of it grows with n, and of a long text nearly every ratio is 0 or cut to 2. So
   it is, as in GSPO (arXiv 2507.18071), the geometric mean over tokens exp(Δ/n). The price is bias:
   the gradient is that of E_μ[n exp(Δ/n) A], which is the policy gradient at π = μ alone.
-- ``kto`` (arXiv 2402.01306) is TRL's loss λ (1 − σ(±β(Δ − z₀))). There z₀, the KL divergence, is a
+- ``kto`` (arXiv 2402.01306) is TRL's loss 1 − σ(±β(Δ − z₀)). There z₀, the KL divergence, is a
   mean over the batch; with a guarantee for one user it must not be. Here it is a mean over PUBLIC
   rows, each with another row's completion, under the weights that were released; without public
   rows it is 0, the loss that TRL calls ``apo_zero_unpaired``. The gradient is that of 4/β
-  times the loss: at Δ = z₀ a row then counts by ±λ, as it does by A above, and the same clip norm
+  times the loss: at Δ = z₀ a row then counts by ±1, as it does by A above, and the same clip norm
   suits both. At TRL's scale a user's gradient would be about 40 times smaller than the default S,
   and the noise, which follows S, as much larger.
 """

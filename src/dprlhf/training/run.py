@@ -58,25 +58,17 @@ def summary_of(folder: RunFolder, plan: Plan, means: Mapping[str, Any]) -> list[
 
 @dataclass(repr=False)
 class PreparedRun:
-    """The parts of a run before anything is written: plan, data and model, loaded and checked.
+    """The parts of a run before anything is written: plan, data and model, loaded and checked."""
 
-    Attributes:
-        recipe: The settings with nothing left open, as they are written to the run folder.
-        plan: The privacy plan; :meth:`Stage.settle` may change its clip norm.
-        earlier: The earlier runs whose privacy cost counts towards the total.
-        public: All public rows of the recipe's evaluation; None without one.
-        rounding: What the check of rounding on this machine covered, for the privacy card.
-    """
-
-    recipe: AnyRecipe
-    plan: Plan
-    earlier: Earlier
+    recipe: AnyRecipe  # The settings with nothing left open, as they are written to the run folder
+    plan: Plan  # The privacy plan; :meth:`Stage.settle` may change its clip norm
+    earlier: Earlier  # The earlier runs whose privacy cost counts towards the total
     users: Users
     policy: CausalLMPolicy
-    public: Users | None
+    public: Users | None  # All public rows of the recipe's evaluation; None without one
     processes: Processes
     quiet: bool
-    rounding: str = ""
+    rounding: str = ""  # What the check of rounding on this machine covered, for the privacy card
     guides: Guides | None = None
 
 
@@ -85,61 +77,46 @@ class Run(PreparedRun):
     """A run that is ready to train: its parts, its folder, and the gate for releases.
 
     :func:`dprlhf.training.build.open_run` creates it.
-
-    Attributes:
-        reservation: The run's place in the budget book; None without a book.
-        key: The secret key that allocation and noise are derived from.
-        gate: The only exit for values computed from users. Only the main process has it, so that
-            the ledger has one writer.
-        put_back_torch_state: Sets torch's settings to those that the run was checked with.
-        told_operator: Whether ``secret/`` has the first error of a reward.
     """
 
     stage: Stage
-    reservation: budget.Reservation | None
+    reservation: budget.Reservation | None  # In the budget book; None without a book
     folder: RunFolder
-    key: bytes
+    key: bytes  # The secret key that allocation and noise are derived from
     allocation: Private[Allocation]
     optimizer: torch.optim.Optimizer
+    # The only exit for values computed from users; on the main process alone, so one ledger writer
     gate: Gate | None
     progress: Progress
     callbacks: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+    # Sets torch's settings to those that the run was checked with
     put_back_torch_state: Callable[[], None] = lambda: None
-    told_operator: bool = False
+    told_operator: bool = False  # Whether secret/ has the first error of a reward
 
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """A round's users on this process, with the round's release function and progress bar.
-
-    Attributes:
-        users: Indices of this process's users, ``[users]``.
-        release: The gate for this round: turns the clipped sum over all processes into a noised
-            mean, and charges the round on its first call.
-        tick: Moves the bar on by a number of rows; raises at an interrupt before the charge.
-    """
+    """A round's users on this process, with the round's release function and progress bar."""
 
     t: int
-    users: Private[NDArray[np.int64]]
+    users: Private[NDArray[np.int64]]  # Indices of this process's users, [users]
+    # The gate for this round: turns the clipped sum over all processes into a noised mean, and
+    # charges the round on its first call
     release: Callable[[BoundedSum], Released[torch.Tensor]]
     bar: RoundBar
-    tick: Callable[[int], None]
+    tick: Callable[[int], None]  # Moves the bar on; raises at an interrupt before the charge
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The result of a round, after the policy moved.
+    """The result of a round, after the policy moved."""
 
-    Attributes:
-        released: The round's first release, ``[dimension]`` where it is a gradient.
-        norms: The L2 norm of each user's contribution before clipping, ``[users]``.
-        secret: Further raw values for ``secret/``, JSON-ready.
-    """
-
+    # The round's first release, [dimension] where it is a gradient
     released: Released[torch.Tensor]
+    # The L2 norm of each user's contribution before clipping, [users]
     norms: Private[NDArray[np.float64]]
     metrics: dict[str, Any]
-    secret: Private[dict[str, Any]]
+    secret: Private[dict[str, Any]]  # Further raw values for secret/, JSON-ready
 
 
 class Stage(Protocol):
@@ -147,10 +124,6 @@ class Stage(Protocol):
 
     The methods are called in the order in which they are defined here. A stage keeps the recipe,
     because :meth:`settle` replaces what the recipe leaves open to the machine and the data.
-
-    Attributes:
-        rows_a_user: Number of rows of a user in each phase of a round, for the progress bar.
-        warnings: Sentences that the operator should read before the first round.
     """
 
     @property
@@ -174,11 +147,7 @@ class Stage(Protocol):
         """Sentences that the operator should read before the first round."""
 
     def load_policy(self, public: Users | None) -> CausalLMPolicy:
-        """Load the model that is trained.
-
-        Raises:
-            DprlhfError: It cannot be loaded, or the recipe's rows do not fit into its context.
-        """
+        """Load the model that is trained."""
 
     def check_rows(self, rows: Any) -> None:
         """Check that the stage can train on the private rows; an error quotes none of them."""
@@ -197,18 +166,10 @@ class Stage(Protocol):
         """The public numbers that decide the shapes of batches, as settled."""
 
     def load(self, prepared: PreparedRun) -> None:
-        """Load and check what else the stage needs, such as rewards.
-
-        Args:
-            prepared: The parts of the run, with the plan of the settled recipe.
-        """
+        """Load and check what else the stage needs, such as rewards."""
 
     def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
-        """Evaluate a few PUBLIC rows and write the stage's files, as at the end of the run.
-
-        Args:
-            folder: A temporary folder that has recipe, privacy card and ``policy/``.
-        """
+        """Evaluate a few PUBLIC rows and write the stage's files, as at the end of the run."""
 
     def opened(self, folder: RunFolder) -> AbstractContextManager[None]:
         """Hold open the stage's own files in the run folder."""
@@ -226,11 +187,7 @@ class Stage(Protocol):
         """Evaluate on public rows after round t; called on the main process only."""
 
     def check_round(self, run: Run, t: int) -> None:
-        """Stop the run if the RELEASED values show that it cannot succeed.
-
-        Raises:
-            DprlhfError: It cannot; the message says what to check before resuming.
-        """
+        """Stop the run if the RELEASED values show that it cannot succeed."""
 
     def write(self, run: Run, before: Any, after: Any) -> None:
         """Write the stage's files beside the policy; called on the main process only."""

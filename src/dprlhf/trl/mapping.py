@@ -40,17 +40,8 @@ def recipe_of(
 ) -> Recipe:
     """Return the recipe of a private trainer."""
     args: Any = config
-    participations = args.privacy_participations
-    if participations is None:
-        participations = _epochs(args.num_train_epochs)
     values: dict[str, Any] = {
-        "policy": {
-            **_policy(args),
-            **(quantization or {}),
-            "model_name_or_path": model if isinstance(model, str) else IN_MEMORY,
-            **({} if adapter is None else {"adapter": adapter}),
-        },
-        "data": _data(args),
+        **_shared(args, model, adapter, quantization),
         "rewards": list(rewards),
         "reward_range": _reward_range(args),
         "rollout": {
@@ -66,19 +57,8 @@ def recipe_of(
             **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
             "agent": _agent(args, agent),
         },
-        "update": {
-            **_update(args),
-            "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
-            "batch_size": args.per_device_train_batch_size,
-            **_subspace(args),
-        },
+        "update": {**_update(args), **_contribution(args)},
         "kl": {"beta": args.beta},
-        "privacy": _privacy(args, participations),
-        **({"rounds": int(args.max_steps)} if args.max_steps > 0 else {}),
-        "tracking": {"report_to": args.report_to},
-        "previous": [{"run": run} for run in args.privacy_previous],
-        "seed": args.seed,
-        "output_dir": args.output_dir,
     }
     if not public and _steps(args):
         raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
@@ -113,35 +93,51 @@ def feedback_recipe_of(
 ) -> FeedbackRecipe:
     """Return the recipe of a trainer on logged feedback; see :func:`recipe_of`."""
     args: Any = config
+    values: dict[str, Any] = {
+        **_shared(args, model, adapter, quantization),
+        "stage": "feedback",
+        "data": {**_data(args), "max_completion_tokens": args.max_completion_length},
+        "update": {
+            "loss_type": args.loss_type,
+            "beta": args.beta,
+            "value_rounds": args.privacy_value_rounds,
+            **_contribution(args),
+        },
+    }
+    values = _completed(values, args, users=users, public=public, model=model)
+    return cast("FeedbackRecipe", recipe_from(values, (), source=type(config).__name__))
+
+
+def _shared(
+    args: Any, model: Any, adapter: dict[str, Any] | None, quantization: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Return the sections that the recipe of each trainer has."""
     participations = args.privacy_participations
     if participations is None:
         participations = _epochs(args.num_train_epochs)
-    values: dict[str, Any] = {
-        "stage": "feedback",
+    return {
         "policy": {
             **_policy(args),
             **(quantization or {}),
             "model_name_or_path": model if isinstance(model, str) else IN_MEMORY,
             **({} if adapter is None else {"adapter": adapter}),
         },
-        "data": {**_data(args), "max_completion_tokens": args.max_completion_length},
-        "update": {
-            "loss_type": args.loss_type,
-            "beta": args.beta,
-            "value_rounds": args.privacy_value_rounds,
-            "clip_norm": math.inf if config.is_baseline else args.privacy_clip_norm,
-            "batch_size": args.per_device_train_batch_size,
-            **_subspace(args),
+        "data": _data(args),
+        "privacy": {
+            "epsilon": args.privacy_epsilon,
+            "noise_multiplier": args.privacy_noise_multiplier,
+            "delta": args.privacy_delta,
+            "partition": args.privacy_partition,
+            "adjacency": args.privacy_adjacency,
+            "participations": participations,
+            "book": args.privacy_book,
         },
-        "privacy": _privacy(args, participations),
         **({"rounds": int(args.max_steps)} if args.max_steps > 0 else {}),
         "tracking": {"report_to": args.report_to},
         "previous": [{"run": run} for run in args.privacy_previous],
         "seed": args.seed,
         "output_dir": args.output_dir,
     }
-    values = _completed(values, args, users=users, public=public, model=model)
-    return cast("FeedbackRecipe", recipe_from(values, (), source=type(config).__name__))
 
 
 def _step_rule(kind: type[Any]) -> dict[str, Any]:
@@ -215,26 +211,18 @@ def _policy(args: Any) -> dict[str, Any]:
     }
 
 
-def _privacy(args: Any, participations: int) -> dict[str, Any]:
-    return {
-        "epsilon": args.privacy_epsilon,
-        "noise_multiplier": args.privacy_noise_multiplier,
-        "delta": args.privacy_delta,
-        "partition": args.privacy_partition,
-        "adjacency": args.privacy_adjacency,
-        "participations": participations,
-        "book": args.privacy_book,
+def _contribution(args: Any) -> dict[str, Any]:
+    """Return how each user's contribution is computed and released."""
+    found = {
+        "clip_norm": math.inf if args.is_baseline else args.privacy_clip_norm,
+        "batch_size": args.per_device_train_batch_size,
     }
-
-
-def _subspace(args: Any) -> dict[str, Any]:
-    """Return the key ``subspace``; nothing where it is left to the public rows."""
     given = args.privacy_subspace
-    if given == AUTO:
-        return {}
+    if given == AUTO:  # left to the public rows
+        return found
     if isinstance(given, str):  # it was set after the config was made, which reads JSON
         raise DprlhfError(f"privacy_subspace: give a mapping, not {given!r}")
-    return {"subspace": given}
+    return {**found, "subspace": given}
 
 
 def _data(args: Any) -> dict[str, Any]:
