@@ -22,6 +22,7 @@ A test compares one step and ε with those of the package (``tests/end_to_end/te
 
 from __future__ import annotations
 
+import copy
 import string
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Settings:
     rounds: int = 20
     noise_multiplier: float = 1.0811  # z, for ε = 4 at δ = 1e-5: see epsilon_of
     clip_norm: float = 0.5  # S
+    largest_ratio: float = 2.0  # of π_θ(y|x) / μ(y|x)
     learning_rate: float = 1.0
     seed: int = 0
 
@@ -99,22 +101,34 @@ def log_probability(
 
 
 def user_gradient(
-    policy: GPT2LMHeadModel, prompt: torch.Tensor, arms: torch.Tensor
+    policy: GPT2LMHeadModel,
+    base: GPT2LMHeadModel,
+    prompt: torch.Tensor,
+    arms: torch.Tensor,
+    largest_ratio: float,
 ) -> torch.Tensor:
-    """Return the mean over a user's two responses of Â(x, y) · ∇ log π_θ(y|x), ``[dimension]``.
+    """Return the mean over a user's responses of ratio · Â(x, y) · ∇ log π_θ(y|x), ``[dimension]``.
 
-    Both come from π_θ (the paper's base policy μ is π_θ itself), and the advantage of each is its
-    reward less that of the other: a baseline of the user's own, independent of the response.
+    The two responses are y ~ μ and y′ ~ π_θ, and the advantage of each is its reward less that of
+    the other: a baseline of the user's own, independent of the response. The gradient of log π_θ at
+    a response of μ is unbiased only with the importance ratio π_θ(y|x) / μ(y|x), which the paper's
+    Algorithm 2 leaves out; its truncation keeps a rare response from filling the clip norm.
 
     Args:
         policy: The policy π_θ of this round.
+        base: The base policy μ.
         prompt: The user's prompt x, ``[PROMPT]``.
         arms: The responses y and y′, ``[2, RESPONSE]``.
+        largest_ratio: Where the importance ratio is truncated.
     """
     prompts = prompt.expand(2, -1)
     rewards = reward(prompts, arms)
     advantages = rewards - rewards.flip(0)
-    loss = (advantages * log_probability(policy, prompts, arms)).mean()
+    of_policy = log_probability(policy, prompts, arms)
+    with torch.no_grad():
+        ratio = (of_policy - log_probability(base, prompts, arms)).exp().clamp(max=largest_ratio)
+        ratio[1] = 1.0  # y′ comes from π_θ itself
+    loss = (ratio * advantages * of_policy).mean()
     gradients = torch.autograd.grad(loss, list(policy.parameters()))
     return torch.cat([g.flatten() for g in gradients]).double()
 
@@ -135,6 +149,7 @@ def clip(gradient: torch.Tensor, clip_norm: float) -> torch.Tensor:
 
 def clipped_sum(
     policy: GPT2LMHeadModel,
+    base: GPT2LMHeadModel,
     prompts: torch.Tensor,
     arms: torch.Tensor,
     settings: Settings,
@@ -146,13 +161,15 @@ def clipped_sum(
 
     Args:
         policy: The policy π_θ of this round.
+        base: The base policy μ.
         prompts: The prompts of the round's users, ``[users, PROMPT]``.
         arms: Their responses y and y′, ``[users, 2, RESPONSE]``.
         settings: The run's settings.
     """
     total = torch.zeros(sum(p.numel() for p in policy.parameters()), dtype=torch.float64)
     for prompt, of_user in zip(prompts, arms, strict=True):
-        total += clip(user_gradient(policy, prompt, of_user), settings.clip_norm)
+        gradient = user_gradient(policy, base, prompt, of_user, settings.largest_ratio)
+        total += clip(gradient, settings.clip_norm)
     return total
 
 
@@ -197,15 +214,18 @@ def train(settings: Settings, quiet: bool = False) -> GPT2LMHeadModel:
     comes out of :func:`release`.
     """
     generator = torch.Generator().manual_seed(settings.seed)
-    policy = make_policy(settings.seed)
+    base = make_policy(settings.seed)
+    policy = copy.deepcopy(base)
     private_prompts = make_prompts(settings.users, generator)
     public_prompts = make_prompts(200, generator)  # nobody's: what is measured on them is free
 
     # Which user is in which round must not depend on the users' data: here their order decides.
     for t, users in enumerate(torch.arange(settings.users).chunk(settings.rounds), 1):
         prompts = private_prompts[users]
-        arms = torch.stack([sample(policy, prompts, generator) for _ in range(2)], 1)
-        total = clipped_sum(policy, prompts, arms, settings)
+        arms = torch.stack(
+            [sample(base, prompts, generator), sample(policy, prompts, generator)], 1
+        )
+        total = clipped_sum(policy, base, prompts, arms, settings)
         step(policy, release(total, settings, generator), settings.learning_rate)
         if not quiet:
             answers = sample(policy, public_prompts, generator)

@@ -101,6 +101,7 @@ def responses(users: int, each: int, prompt: int, response: int) -> Responses:
         mask=torch.ones_like(tokens),
         prompt=np.repeat(np.arange(users), each),
         user=np.repeat(np.arange(users), each),
+        from_base=np.zeros(rows, dtype=bool),
         texts=[""] * rows,
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
         users=users,

@@ -113,12 +113,12 @@ def test_the_answers_condition_what_the_policy_writes_next(calculated: Responses
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [[0], [3, 1], slow([4, 3, 2, 1])],
+    ("chosen", "base_policy"),
+    [([0], "on-policy"), ([3, 1], "on-policy"), slow([4, 3, 2, 1], "reference")],
 )
-def test_trajectories_do_not_depend_on_who_else_is_there(chosen):
+def test_trajectories_do_not_depend_on_who_else_is_there(chosen, base_policy):
     policy = with_agent(add, fail)
-    changes = {"responses": 4}
+    changes = {"base_policy": base_policy, "responses": 4}
     everyone = draw(policy, prompts_of(USERS), **changes)
     some = draw(policy, prompts_of(USERS).take(chosen), **changes)
     for place, number in enumerate(chosen):

@@ -92,6 +92,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "partition": [{"privacy__partition": n} for n in ("random-allocation", "fixed")],
     "bands": [{}, {"privacy__bands": 2}],
     "responses": [{"rollout__responses": 2}, {"rollout__responses": 4}],
+    "base": [{"rollout__base_policy": n} for n in ("on-policy", "reference")],
     "subspace": [{}, {"update__subspace": {"rank": 2, "prompts": 4}}],
     "prompts": [{"data__max_prompts_per_user": n} for n in (1, 2)],
     "sampling": [{}, {"rollout__top_k": 9}],
@@ -318,7 +319,7 @@ def test_a_later_round_moves_by_each_user_alone_whatever_the_options(
     [
         {"update__name": "pg", "kl__beta": 0.2, "data__max_prompts_per_user": 2},
         slow({"update__name": "grpo", "update__batch_size": 2, "rollout__responses": 4}),
-        slow({"update__name": "ppo"}),
+        slow({"update__name": "ppo", "rollout__base_policy": "reference"}),
         slow({"update__name": "rebel", "kl__beta": 0.2}),
     ],
     ids=lambda options: options["update__name"],
@@ -393,7 +394,7 @@ def test_a_private_run(model, tmp_path, monkeypatch, name):
     given = {f"update__{k}": v for k, v in spec.model_dump(exclude_unset=True).items()}
     result = train(
         model, tmp_path / "run", epsilon=8.0, rounds=2, optimizer__name="sgd", rollout__responses=4,
-        **given | {"update__clip_norm": 0.2}, policy__adapter=FEW,
+        rollout__base_policy="reference", **given | {"update__clip_norm": 0.2}, policy__adapter=FEW,
     )  # fmt: skip
     check_ledger(result, spec.releases)
     assert len(noise) == 2 * spec.releases

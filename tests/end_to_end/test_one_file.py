@@ -39,20 +39,23 @@ def test_the_file_is_short_and_stands_alone() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 6])
-def test_a_step_is_that_of_the_package(example, users):
-    """Some users are clipped and some are not."""
-    settings = example.Settings(users=users, rounds=1, clip_norm=2.0)
-    current = example.make_policy(1).double()
+def test_a_step_is_that_of_the_package(example, users, monkeypatch):
+    """Some users are clipped and some are not, and some importance ratios are truncated."""
+    settings = example.Settings(users=users, rounds=1, clip_norm=2.0, largest_ratio=1.05)
+    monkeypatch.setattr("dprlhf.updates.pg.LARGEST_RATIO", settings.largest_ratio)
+    base, current = example.make_policy(1).double(), example.make_policy(1).double()
     policy = WholePolicy(current, tiny.tokenizer())
     generator = torch.Generator().manual_seed(2)
     moved = flat_parameters(policy)
     moved = moved + 0.05 * torch.randn(moved.shape, generator=generator, dtype=torch.float64)
     set_parameters(policy, moved)
     prompts = example.make_prompts(users, generator)
-    arms = torch.stack([example.sample(current, prompts, generator) for _ in range(2)], 1)
-    total = example.clipped_sum(current, prompts, arms, settings)
+    arms = torch.stack(
+        [example.sample(base, prompts, generator), example.sample(current, prompts, generator)], 1
+    )
+    total = example.clipped_sum(current, base, prompts, arms, settings)
     norms = [
-        float(example.user_gradient(current, p, a).norm())
+        float(example.user_gradient(current, base, p, a, settings.largest_ratio).norm())
         for p, a in zip(prompts, arms, strict=True)
     ]
     if users > 1:
@@ -64,7 +67,7 @@ def test_a_step_is_that_of_the_package(example, users):
         tokens=torch.cat([prompts.repeat_interleave(2, 0), arms.flatten(0, 1)], 1),
         mask=torch.ones(2 * users, example.PROMPT + example.RESPONSE, dtype=torch.int64),
         prompt=np.repeat(np.arange(users), 2), user=np.repeat(np.arange(users), 2),
-        texts=[""] * (2 * users),
+        from_base=np.tile([True, False], users), texts=[""] * (2 * users),
         prompts=Prompts([""] * users, np.arange(users), np.arange(users), {}), users=users,
         max_new_tokens=example.RESPONSE, num_generations=2,
     )  # fmt: skip

@@ -410,7 +410,7 @@ def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
     policy = policy_of()
     nobody = Responses(
         tokens=torch.empty((0, 3), dtype=torch.int64), mask=torch.empty((0, 3), dtype=torch.int64),
-        prompt=np.empty(0, np.int64), user=np.empty(0, np.int64),
+        prompt=np.empty(0, np.int64), user=np.empty(0, np.int64), from_base=np.empty(0, bool),
         texts=[], prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}), users=0,
         max_new_tokens=2,
     )  # fmt: skip
@@ -506,7 +506,7 @@ def without(weighted: Weighted, user: int) -> Weighted:
     fewer = dataclasses.replace(
         responses, tokens=responses.tokens[rows], mask=responses.mask[rows],
         prompt=np.unique(responses.prompt[rows], return_inverse=True)[1],
-        user=np.searchsorted(kept, responses.user[rows]),
+        user=np.searchsorted(kept, responses.user[rows]), from_base=responses.from_base[rows],
         texts=[""] * len(rows), users=len(kept), grid=np.empty(0),
     )  # fmt: skip
     return Weighted(fewer, weighted.weights[rows], weighted.extra[kept], weighted.extra_norm)

@@ -48,12 +48,20 @@ def batch_of(
         mask=torch.from_numpy(mask),
         prompt=np.repeat(np.arange(len(lengths)), shape.k),
         user=np.repeat(owner, shape.k),
+        from_base=np.zeros(rows, dtype=bool),
         texts=[""] * rows,
         prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
         users=len(shape.prompts),
         max_new_tokens=shape.length,
         num_generations=copies or shape.k,
     )
+
+
+def half_from_base(responses: Responses) -> Responses:
+    """Return the same rows, of which the first half of each prompt's are the base policy's."""
+    k = len(responses.user) // len(responses.prompts)
+    arms = np.tile(np.arange(k) < k // 2, len(responses.prompts))
+    return dataclasses.replace(responses, from_base=arms)
 
 
 def with_tools(shape: Shape, seed: int) -> Responses:

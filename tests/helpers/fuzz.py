@@ -383,6 +383,7 @@ RUNS = st.fixed_dictionaries(
         ),
         "update": st.sampled_from(["pg", "grpo", "ppo", "rebel", "npg"]),
         "privacy__partition": st.sampled_from(["fixed", "stream", "random-allocation"]),
+        "rollout__base_policy": st.sampled_from(["on-policy", "reference"]),
         "rollout__responses": st.sampled_from([2, 3, 4]),
         "rounds": st.integers(1, 3),
         "epsilon": st.sampled_from([1.0, 8.0, math.inf]),

@@ -27,11 +27,11 @@ from helpers import fixed, runs, tiny
 
 CHANGES = {
     "pg": {"update__clip_norm": 0.5, "privacy__partition": "stream"},
-    "pg, paired": {"update__baseline": "paired"},
+    "pg, paired": {"rollout__base_policy": "reference", "update__baseline": "paired"},
     "grpo": {"update__name": "grpo"},
     "ppo": {"update__name": "ppo", "update__epochs": 2},
     "rebel": {"update__name": "rebel"},
-    "npg": {"update__name": "npg"},
+    "npg": {"update__name": "npg", "rollout__base_policy": "reference"},
     "subspace": {"update__subspace": {"rank": 4, "prompts": 16}},
     "bands": {"privacy__bands": 2},
 }

@@ -120,6 +120,7 @@ def some_users(
     chosen = dataclasses.replace(
         responses, tokens=responses.tokens[rows], mask=responses.mask[rows], prompt=owner,
         user=own if in_place else np.searchsorted(np.sort(users), own),
+        from_base=responses.from_base[rows],
         tool_mask=None if responses.tool_mask is None else responses.tool_mask[rows],
         texts=[""] * len(rows), prompts=fewer, users=responses.users if in_place else len(users),
         grid=number[responses.grid] if in_place else np.empty(0),

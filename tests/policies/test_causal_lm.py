@@ -48,7 +48,7 @@ def test_a_program_that_turns_dropout_on_finds_it_off(part: str, checkpoints: bo
         policy.parameters[next(n for n in policy.parameters if "lora_B" in n)].fill_(0.1)
 
     def everything() -> list[torch.Tensor]:
-        spec = recipe.Rollout(max_new_tokens=4, batch_size=8)
+        spec = recipe.Rollout(base_policy="on-policy", max_new_tokens=4, batch_size=8)
         prompts = in_memory_prompts(["one", "other"])
         sampled = sample(
             policy, prompts, spec, key=bytes(32), context=("test",), max_prompt_tokens=16

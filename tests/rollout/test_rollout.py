@@ -41,22 +41,23 @@ from helpers.sampled import (
 
 
 @pytest.mark.parametrize("kind", ["gpt2", slow("llama")])
-def test_tokens_do_not_depend_on_the_batch(kind: tiny.Kind) -> None:
+@pytest.mark.parametrize("base_policy", ["on-policy", "reference"])
+def test_tokens_do_not_depend_on_the_batch(kind: tiny.Kind, base_policy: str) -> None:
     """Neither on the batch size, nor on the order of the prompts, nor on who else is there."""
     policy = policy_of(kind)
-    whole = draw(policy, five(), responses=4)
+    whole = draw(policy, five(), responses=4, base_policy=base_policy)
     truth = answers(whole)
     for batch_size in (1, 3, 7):
-        other = draw(policy, five(), responses=4, batch_size=batch_size)
+        other = draw(policy, five(), responses=4, base_policy=base_policy, batch_size=batch_size)
         assert torch.equal(other.tokens, whole.tokens)
         assert torch.equal(other.mask, whole.mask)
     order = [4, 2, 0, 3, 1]
     shuffled = prompts_of(
         [TEXTS[i] for i in order], [USERS[i] for i in order], [SLOTS[i] for i in order]
     )
-    assert answers(draw(policy, shuffled, responses=4)) == truth
+    assert answers(draw(policy, shuffled, responses=4, base_policy=base_policy)) == truth
     fewer = prompts_of(TEXTS[1:4], USERS[1:4], SLOTS[1:4])
-    some = answers(draw(policy, fewer, responses=4))
+    some = answers(draw(policy, fewer, responses=4, base_policy=base_policy))
     assert some == {key: truth[key] for key in some}
     assert len(some) == 12
 
@@ -85,13 +86,14 @@ def test_the_private_wrapper_samples_the_round() -> None:
 
 def test_rows_belong_to_their_prompts_and_users() -> None:
     ticks: list[int] = []
-    spec = recipe.Rollout(responses=4, max_new_tokens=3, batch_size=3)
+    spec = recipe.Rollout(responses=4, max_new_tokens=3, base_policy="reference", batch_size=3)
     responses = sample(
         policy_of(), five(), spec, key=KEY, context=(), max_prompt_tokens=16, tick=ticks.append
     )
     assert responses.prompt.tolist() == [p for p in range(5) for _ in range(4)]
     assert responses.user.tolist() == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 4
     assert responses.users == 4
+    assert responses.from_base.tolist() == [True, True, False, False] * 5
     assert sum(ticks) == 20
     assert len(responses.texts) == 20
     for row, prompt in enumerate(responses.prompt):
@@ -101,6 +103,7 @@ def test_rows_belong_to_their_prompts_and_users() -> None:
         assert isinstance(text, str)
         assert ids[real].tolist() == tiny.tokenizer()(text)["input_ids"]
         assert real.tolist() == sorted(real.tolist())  # padded on the left
+    assert not draw(policy_of(), five()).from_base.any()
 
 
 def test_a_responses_repr_quotes_nobody() -> None:
@@ -162,7 +165,7 @@ def neighbours(policy, absent, k=2, **changes):
     [
         (None, "gpt2", torch.bfloat16, 2, {}),
         (None, "llama", torch.float32, 8, {}),  # all behind one copy of their prompt
-        (kernels.by_place, "gpt2", torch.float32, 4, {}),
+        (kernels.by_place, "gpt2", torch.float32, 2, {"base_policy": "reference"}),
         (kernels.by_place, "llama", torch.float32, 8, {}),
         (kernels.by_shape, "gpt2", torch.float32, 2, {}),
         slow(kernels.by_shape, "llama", torch.bfloat16, 2, {}),
@@ -277,10 +280,11 @@ MANY = 6000
 
 @functools.cache
 def many(kind: tiny.Kind) -> Responses:
-    """Many responses to a prompt; a second prompt pads the first."""
+    """Half the rows from the base model, half from the policy; a second prompt pads the first."""
     two = prompts_of(["q", "padding for it"])
     return draw(
-        policy_of(kind), two, responses=MANY, max_new_tokens=2, batch_size=4096,
+        policy_of(kind), two, responses=2 * MANY, max_new_tokens=2, base_policy="reference",
+        batch_size=4096,
     )  # fmt: skip
 
 
@@ -290,21 +294,24 @@ def test_first_tokens_come_from_the_right_distribution(kind: tiny.Kind) -> None:
     policy, responses = policy_of(kind), many(kind)
     ids = tiny.tokenizer()("q")["input_ids"]
     first = responses.tokens[responses.prompt == 0, -2].numpy()
+    of_base, of_policy = first[:MANY], first[MANY:]
     tuned = functools.partial(next_token, policy.model, ids)
     # The base model, built anew without any adapter.
     base = functools.partial(next_token, model_of(kind), ids)
-    assert chi_squared(first, tuned(TEMPERATURE)) > 1e-3
+    assert chi_squared(of_policy, tuned(TEMPERATURE)) > 1e-3
+    assert chi_squared(of_base, base(TEMPERATURE)) > 1e-3
     # Negative controls: another temperature, the other model.
-    assert chi_squared(first, tuned(1.0)) < 1e-9
-    assert chi_squared(first, tuned(0.65)) < 1e-2
-    assert chi_squared(first, base(TEMPERATURE)) < 1e-9
+    assert chi_squared(of_policy, tuned(1.0)) < 1e-9
+    assert chi_squared(of_policy, tuned(0.65)) < 1e-2
+    assert chi_squared(of_policy, base(TEMPERATURE)) < 1e-9
+    assert chi_squared(of_base, tuned(TEMPERATURE)) < 1e-9
 
 
 @pytest.mark.slow
 def test_second_tokens_have_draws_of_their_own() -> None:
     """Each token's place in its conditional CDF is uniform, and independent of the other's."""
     policy, responses = policy_of("gpt2"), many("gpt2")
-    rows = np.flatnonzero(responses.prompt == 0)
+    rows = np.flatnonzero((responses.prompt == 0) & ~responses.from_base)
     rows = rows[responses.response_mask[rows, 1].bool().numpy()]
     places = []
     with torch.no_grad():

@@ -59,7 +59,7 @@ def bfloat16_policy(temperature: float = TEMPERATURE, **adapter: Any) -> CausalL
 def test_vllm_is_asked_for_the_policys_own_distribution(fake: vllm_stub.Faults) -> None:
     policy = bfloat16_policy()
     policy.end_tokens = [EOS, 5]
-    draw(policy, five(), backend="vllm")
+    draw(policy, five(), backend="vllm", base_policy="reference")
     llm = backend.engine(policy)
     assert llm is fake.engines[-1]
     asked = {
@@ -68,8 +68,9 @@ def test_vllm_is_asked_for_the_policys_own_distribution(fake: vllm_stub.Faults) 
         "generation_config": "vllm", "attention_backend": "TRITON_ATTN", "async_scheduling": False,
     }  # fmt: skip
     assert asked.items() <= llm.arguments.items()
-    tuned = llm.calls[-1]
+    tuned, base = llm.calls[-2:]
     settings, adapter = tuned.settings, tuned.adapter
+    assert base.adapter is None
     assert vars(settings[0]) == {
         "n": 1, "temperature": TEMPERATURE, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "seed": settings[0].seed, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -108,7 +109,7 @@ def test_an_adapter_that_moved_comes_under_another_number(fake: vllm_stub.Faults
 def test_vllms_answers_come_back_to_their_rows(fake: vllm_stub.Faults) -> None:
     """Each by its own seed, which neither the order nor the presence of others changes."""
     policy = bfloat16_policy()
-    whole = draw(policy, five(), backend="vllm", responses=4)
+    whole = draw(policy, five(), backend="vllm", responses=4, base_policy="reference")
     seeds = {
         (tuple(p["prompt_token_ids"]), s.seed)
         for call in backend.engine(policy).calls[-2:]
@@ -123,7 +124,7 @@ def test_vllms_answers_come_back_to_their_rows(fake: vllm_stub.Faults) -> None:
     )
     assert {len(tokens) for tokens in truth.values()} > {6}  # some end early
     fewer = prompts_of(TEXTS[3:0:-1], USERS[3:0:-1], SLOTS[3:0:-1])
-    some = answers(draw(policy, fewer, backend="vllm", responses=4))
+    some = answers(draw(policy, fewer, backend="vllm", responses=4, base_policy="reference"))
     assert some == {key: truth[key] for key in some}
     assert len(some) == 12
     assert draw(policy, prompts_of([], [], []), backend="vllm").users == 0

@@ -80,6 +80,7 @@ def value(recipe: Any, key: str) -> Any:
         ({}, "policy.gradient_checkpointing", False),
         ({"scale_rewards": "none"}, "update.scale_rewards", False),
         ({"scale_rewards": True}, "update.scale_rewards", True),
+        ({"epsilon": 0.3}, "update.clip_range", 0.3),
         ({"loss_type": "dr_grpo"}, "update.name", "pg"),
         ({"loss_type": "dr_grpo"}, "update.baseline", "group"),
         ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "update.baseline", "loo"),

@@ -18,12 +18,13 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES, PrivateRound
+from dprlhf.updates.pg import LARGEST_RATIO
 from dprlhf.updates.ppo import ppo, project
 from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error
-from helpers.batches import MIXED, Shape, batch_of
+from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
 from helpers.rounds import (
     OpenGate,
@@ -68,9 +69,14 @@ def train_alone(policy, responses, scores, user, spec, radius, project_at="every
         advantage = (scores.values[row] * k - of_prompt.sum()) / (k - 1)
         with torch.no_grad():
             logprobs = token_logprobs(policy, responses, row)
+            current = logprobs
+            if responses.from_base[row]:
+                with policy.base():
+                    base = token_logprobs(policy, responses, row)
+                current = torch.maximum(base, logprobs - math.log(LARGEST_RATIO))
         for t in range(len(logprobs)):
             tokens.append((row, t))
-            advantages.append(advantage)
+            advantages.append(advantage * float((logprobs[t] - current[t]).exp()))
             old.append(logprobs[t])
     optimizer = torch.optim.SGD(parameters, ppo.__globals__[RATE], maximize=True)
     for _ in range(spec.epochs):
@@ -138,6 +144,8 @@ CASES: dict[str, dict[str, Any]] = {
     "one step": {},
     "epochs": {"epochs": 3},
     "clip range": {"epochs": 3, "clip_range": 0.1},
+    "reference": {"epochs": 2},
+    "reference clip range": {"epochs": 2, "clip_range": 0.1},
 }
 
 
@@ -158,7 +166,7 @@ def test_gradient_checkpointing_changes_no_bit_of_a_move(kind: tiny.Kind) -> Non
 @pytest.mark.parametrize(
     ("kind", "adapter", "case"),
     [
-        *(("gpt2", "lora", case) for case in CASES),
+        *(("gpt2", "lora", case) for case in CASES if case != "reference"),
         ("llama", "ffa-lora", "clip range"),
         ("llama", "lora", "epochs"),
     ],
@@ -170,6 +178,8 @@ def test_equals_a_loop_over_users_with_policies_of_their_own(kind, adapter, case
     spec = spec_of(**CASES[case])
     shape = Shape([[5, 1], [2], [18]], k=2, length=4)
     responses = batch_of(shape, seed=3, shuffled=True)
+    if case.startswith("reference"):
+        responses = half_from_base(responses)
     scores = random_scores(responses)
     before = flat_parameters(policy)
     free, _, _ = train_together(policy, responses, scores, spec, math.inf)

@@ -1,5 +1,6 @@
 """DP-REBEL: against autograd on the true loss at θ_t and at a moved θ, and where it ends."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -113,6 +114,20 @@ def test_at_the_start_a_pair_is_the_paired_policy_gradient() -> None:
         update(round_, spec)
         sums.append(gate.sums[0].total)
     assert relative_error(sums[0], sums[1] * 4) < 1e-10
+
+
+def test_the_arms_of_reference_sampling_are_paired() -> None:
+    """μ's rows come first, so the halves are the arms; no ratio enters, whatever μ is."""
+    policy = policy_of("gpt2", "lora")
+    responses, scores = round_data(SHAPE, 7)
+    from_base = np.tile([True, True, False, False], len(responses.prompts))
+    sums = []
+    for arms in (from_base, ~from_base & False):
+        given = dataclasses.replace(responses, from_base=arms)
+        round_, gate = round_of(policy, given, scores, clip_norm=1.0)
+        rebel(round_, spec_of(steps=1))
+        sums.append(gate.sums[0].total)
+    assert torch.equal(*sums)
 
 
 @pytest.mark.slow

@@ -49,7 +49,8 @@ def drawn(policy: CausalLMPolicy, scale: float = 0.3, seed: int = 2) -> Subspace
 def truth_of(policy: CausalLMPolicy, responses: Responses, scores: Scores) -> torch.Tensor:
     """Each user's policy gradient by autograd, ``[users, dimension]``."""
     valid = np.ones(responses.users, dtype=bool)
-    weights = advantage_weights(responses, scores, valid, baseline="loo")
+    ones = np.ones(len(responses.user))
+    weights = advantage_weights(responses, scores, valid, ones, baseline="loo")
     users = range(responses.users)
     return torch.stack([gradient_of_user(policy, responses, weights, u) for u in users])
 

@@ -70,7 +70,7 @@ def test_the_sum_is_that_of_the_truncated_policys_scores(update: dict[str, Any])
         weights = loss_weights(responses, less, valid, 0 * ones)
     else:
         baseline = "group" if update["name"] == "grpo" else "loo"
-        weights = advantage_weights(responses, less, valid, baseline=baseline)
+        weights = advantage_weights(responses, less, valid, ones, baseline=baseline)
     if update["name"] == "grpo":
         weights = weights / responses.response_mask.sum(1).numpy()
     truth = torch.zeros(policy.dimension, dtype=torch.float64)
@@ -102,13 +102,13 @@ def given() -> tuple[Responses, Scores, Any]:
 @pytest.mark.parametrize("baseline", ["loo", "group"])
 def test_the_other_responses_weigh_as_before(baseline: str) -> None:
     responses, scores, left_out = given()
-    valid = np.array([True, True, True, False])
-    found = advantage_weights(responses, scores, valid, baseline=baseline)
+    valid, ones = np.array([True, True, True, False]), np.ones(len(responses.user))
+    found = advantage_weights(responses, scores, valid, ones, baseline=baseline)
     every = dataclasses.replace(responses, left_out=None)
-    plain = advantage_weights(every, scores, valid, baseline=baseline)
+    plain = advantage_weights(every, scores, valid, ones, baseline=baseline)
     np.testing.assert_array_equal(found, np.where(left_out, 0.0, plain))
-    examples = response_examples(responses, scores, valid, baseline)
-    before = response_examples(every, scores, valid, baseline)
+    examples = response_examples(responses, scores, valid, ones, baseline)
+    before = response_examples(every, scores, valid, ones, baseline)
     np.testing.assert_array_equal(examples.weights, np.where(left_out, 0.0, before.weights))
     np.testing.assert_array_equal(examples.targets, np.where(left_out, 0.0, before.targets))
 
@@ -137,6 +137,7 @@ def test_the_sum_is_that_of_the_counted_responses(update: dict[str, Any]) -> Non
         dataclasses.replace(responses, left_out=None),
         scores,
         np.ones(responses.users, bool),
+        np.ones(len(left_out)),
         baseline=baseline,
     )
     truth = torch.zeros(policy.dimension, dtype=torch.float64)

@@ -20,22 +20,26 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import UPDATES
 from dprlhf.updates.baselines import BASELINES, paired
-from dprlhf.updates.pg import advantage_weights, policy_gradient
+from dprlhf.updates.pg import advantage_weights, importance_ratio, policy_gradient
 from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
-from helpers.batches import MIXED, Shape, batch_of
+from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
 from helpers.rounds import (
     flat_gradient,
     round_of,
+    token_logprobs,
     value_of,
 )
 
 Array = NDArray[np.float64]
+ON_POLICY = np.zeros(4, dtype=bool)
+TWO_ARMS = np.array([True, True, False, False])
 REWARDS = np.array([[1.0, 3.0, -2.0, 6.0], [0.5, 0.5, 0.5, 0.5]])
 
 
@@ -43,11 +47,12 @@ def scores_of(values: Array, valid: NDArray[np.bool_] | None = None) -> Scores:
     return Scores(values, np.ones(len(values), dtype=bool) if valid is None else valid, {})
 
 
-def test_paired_by_hand() -> None:
+@pytest.mark.parametrize("arms", [ON_POLICY, TWO_ARMS])
+def test_paired_by_hand(arms: NDArray[np.bool_]) -> None:
     """Arms {1, 3} and {−2, 6}: both means are 2."""
-    np.testing.assert_allclose(paired(REWARDS), [[-1, 1, -4, 4], [0, 0, 0, 0]])
+    np.testing.assert_allclose(paired(REWARDS, arms), [[-1, 1, -4, 4], [0, 0, 0, 0]])
     uneven = np.array([[1.0, 3.0, -2.0, 8.0]])  # means 2 and 3
-    np.testing.assert_allclose(paired(uneven), [[-2, 0, -4, 6]])
+    np.testing.assert_allclose(paired(uneven, arms), [[-2, 0, -4, 6]])
 
 
 rewards_of_prompts = hnp.arrays(
@@ -58,24 +63,25 @@ rewards_of_prompts = hnp.arrays(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(rewards=rewards_of_prompts, name=st.sampled_from(sorted(BASELINES)))
-def test_a_baseline_never_looks_at_another_prompt(rewards: Array, name: str) -> None:
+@given(rewards=rewards_of_prompts, name=st.sampled_from(sorted(BASELINES)), arms=st.booleans())
+def test_a_baseline_never_looks_at_another_prompt(rewards: Array, name: str, arms: bool) -> None:
     k = rewards.shape[1]
-    before = BASELINES[name](rewards)
+    from_base = np.arange(k) < (k // 2 if arms else 0)
+    before = BASELINES[name](rewards, from_base)
     changed = rewards.copy()
     changed[0] = 100.0 * np.arange(1, k + 1)
-    after = BASELINES[name](changed)
+    after = BASELINES[name](changed, from_base)
     assert np.array_equal(before[1:], after[1:])
     assert not np.array_equal(before[0], after[0])
-    assert np.array_equal(before[1], BASELINES[name](rewards[1:2])[0])
+    assert np.array_equal(before[1], BASELINES[name](rewards[1:2], from_base)[0])
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
 def test_no_bit_of_a_prompts_advantages_follows_from_the_number_of_prompts(name: str) -> None:
     for k in (2, 16, 34):
         rewards = np.random.default_rng(k).normal(size=(37, k))
-        alone = [BASELINES[name](row[None])[0] for row in rewards]
-        assert np.array_equal(BASELINES[name](rewards), alone)
+        alone = [BASELINES[name](row[None], np.zeros(k, dtype=bool))[0] for row in rewards]
+        assert np.array_equal(BASELINES[name](rewards, np.zeros(k, dtype=bool)), alone)
 
 
 @pytest.mark.parametrize("stand_in", [math.nan, 2.0])
@@ -83,9 +89,10 @@ def test_no_bit_of_a_prompts_advantages_follows_from_the_number_of_prompts(name:
 def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(baseline, stand_in):
     responses = batch_of(MIXED, seed=1, shuffled=True)
     values = np.random.default_rng(2).uniform(-3, 3, len(responses.user))
+    ratio = np.ones(len(values))
     everyone = users_with_valid_scores(responses, scores_of(values))
     assert everyone.all()
-    before = advantage_weights(responses, scores_of(values), everyone, baseline=baseline)
+    before = advantage_weights(responses, scores_of(values), everyone, ratio, baseline=baseline)
     bad = int(np.flatnonzero(responses.user == 4)[0])
     valid = np.ones(len(values), dtype=bool)
     valid[bad] = False
@@ -94,7 +101,7 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(baseline, stand
     scores = scores_of(broken, valid)
     users = users_with_valid_scores(responses, scores)
     assert users.tolist() == [True, True, True, True, False]
-    after = advantage_weights(responses, scores, users, baseline=baseline)
+    after = advantage_weights(responses, scores, users, ratio, baseline=baseline)
     of_user = responses.user == 4
     assert not after[of_user].any()
     assert np.array_equal(after[~of_user], before[~of_user])
@@ -102,11 +109,15 @@ def test_an_invalid_score_makes_its_whole_user_zero_and_no_other(baseline, stand
 
 
 @pytest.mark.parametrize("baseline", ["loo", "paired", "group"])
-def test_the_sum_of_clipped_contributions_from_scratch(baseline: str) -> None:
+@pytest.mark.parametrize("arms", ["on-policy", "reference"])
+def test_the_sum_of_clipped_contributions_from_scratch(baseline, arms, monkeypatch):
     policy = policy_of("gpt2", "lora")
-    k, clip_norm, reward_range = 4, 3.0, 3.0
+    k, largest, clip_norm, reward_range = 4, 0.9, 3.0, 3.0
+    monkeypatch.setattr("dprlhf.updates.pg.LARGEST_RATIO", largest)
     shape = Shape([[5, 1], [2], [7], [4, 6]], k=k, length=4)
     responses = batch_of(shape, seed=8)
+    if arms == "reference":
+        responses = half_from_base(responses)
     values = np.random.default_rng(9).uniform(-3, 3, len(responses.user))
     valid = np.ones(len(values), dtype=bool)
     valid[np.flatnonzero(responses.user == 1)[2]] = False
@@ -118,6 +129,7 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str) -> None:
     policy_gradient(round_, spec)
 
     weights = np.zeros(len(values))
+    truncated = 0
     for row in range(len(values)):
         first = row - row % k
         own, others = values[row], np.delete(values[first : first + k], row - first)
@@ -131,7 +143,18 @@ def test_the_sum_of_clipped_contributions_from_scratch(baseline: str) -> None:
         else:
             of_prompt = values[first : first + k]
             advantage = (own - of_prompt.mean()) / (of_prompt.std(ddof=1) + 1e-4)
-        weights[row] = advantage / (responses.user == responses.user[row]).sum()
+        ratio = 1.0
+        if arms == "reference" and row - first < k // 2:
+            with torch.no_grad():
+                current = token_logprobs(policy, responses, row).sum()
+                with policy.base():
+                    base = token_logprobs(policy, responses, row).sum()
+            ratio = float((current - base).exp())
+            truncated += ratio > largest
+            ratio = min(ratio, largest)
+        weights[row] = ratio * advantage / (responses.user == responses.user[row]).sum()
+    if arms == "reference":
+        assert 0 < truncated < len(values) // 2
     expected = torch.zeros(policy.dimension + 2, dtype=torch.float64)
     bound = math.sqrt(clip_norm**2 - 0.1**2)
     norms = []
@@ -210,7 +233,7 @@ def truth(small: CausalLMPolicy, rewards: Array) -> torch.Tensor:
     return flat_gradient(small, expected)
 
 
-def combinations(k: int) -> tuple[Responses, NDArray[np.int64]]:
+def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
     """All combinations of k answers as users, and which answer each row is."""
     answers = np.array(list(itertools.product(range(len(ANSWERS)), repeat=k))).ravel()
     users = len(answers) // k
@@ -218,20 +241,29 @@ def combinations(k: int) -> tuple[Responses, NDArray[np.int64]]:
     mask = torch.tensor([[1] * len(PROMPT) + [1, len(a) - 1] for a in ANSWERS])[answers]
     responses = Responses(
         tokens=tokens, mask=mask, prompt=np.repeat(np.arange(users), k),
-        user=np.repeat(np.arange(users), k), texts=[""] * len(answers),
+        user=np.repeat(np.arange(users), k), from_base=np.tile(np.arange(k) < from_base, users),
+        texts=[""] * len(answers),
         prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}), users=users,
         max_new_tokens=LENGTH,
     )  # fmt: skip
     return responses, answers
 
 
-def expectation(policy, rewards, baseline, k):
-    """E of one user's unclipped contribution."""
-    responses, answers = combinations(k)
+def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12):
+    """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out."""
+    responses, answers = combinations(k, from_base)
+    ratio = np.ones(len(answers))
+    if largest is not None:
+        ratio = importance_ratio(responses, log_ratio_to_base(policy, responses, 1000), largest)
     everyone = np.ones(responses.users, dtype=bool)
-    weights = advantage_weights(responses, scores_of(rewards[answers]), everyone, baseline=baseline)
+    weights = advantage_weights(
+        responses, scores_of(rewards[answers]), everyone, ratio, baseline=baseline
+    )
     with torch.no_grad():
-        of_row = log_probabilities(policy).exp().numpy()[answers]
+        current = log_probabilities(policy).exp().numpy()
+        with policy.base():
+            base = log_probabilities(policy).exp().numpy()
+    of_row = np.where(responses.from_base, base[answers], current[answers])
     probability = of_row.reshape(-1, k).prod(axis=1)
     assert probability.sum() == pytest.approx(1, abs=1e-12)
     weighted = Weighted(
@@ -245,3 +277,15 @@ def expectation(policy, rewards, baseline, k):
 @pytest.mark.parametrize(("baseline", "k"), [("loo", 2), ("loo", 3), ("paired", 2), ("paired", 3)])
 def test_on_policy_the_estimator_is_unbiased(small, rewards, truth, baseline, k):
     assert relative_error(expectation(small, rewards, baseline, k), truth) < 1e-10
+
+
+@pytest.mark.parametrize("baseline", ["loo", "paired"])
+def test_with_the_importance_ratio_the_estimator_is_unbiased(small, rewards, truth, baseline):
+    measured = expectation(small, rewards, baseline, 2, from_base=1)
+    assert relative_error(measured, truth) < 1e-10
+
+
+def test_without_the_ratio_it_is_not(small, rewards, truth):
+    """The erratum of He & Zhou's Algorithm 2: ∇ log π_t at y ~ μ ≠ π_t is biased."""
+    measured = expectation(small, rewards, "paired", 2, from_base=1, largest=None)
+    assert relative_error(measured, truth) > 0.2

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.data.users import Prompts
@@ -27,6 +28,7 @@ def packed(
     prompts: Prompts,
     rows: Sequence[Trajectory],
     *,
+    from_base: NDArray[np.bool_],  # True where a row was sampled from μ, [rows]
     spec: recipe.Rollout,
     longest: int,
     num_generations: int,
@@ -56,6 +58,7 @@ def packed(
         tokens=tokens,
         mask=mask,
         **rows_of(prompts, k),
+        from_base=from_base,
         texts=[text_of_tokens(policy, response) for response in written],
         max_new_tokens=length,
         num_generations=num_generations,

@@ -68,11 +68,17 @@ class AgentSampler:
         k, run = spec.responses, _Turns(policy, spec, max_prompt_tokens, self, private)
         rows = run.begun(prompts, key, context)
         draws = draws_of(prompts, key, context, k, spec.max_new_tokens)
-        run.all_turns(rows, prompts, draws, tick)
+        from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
+        for base in np.unique(from_base):
+            numbers = np.flatnonzero(from_base == base)
+            chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
+            with policy.base() if base else contextlib.nullcontext():
+                run.all_turns([rows[r] for r in chosen], prompts, draws[:, numbers], tick)
         return packed(
             policy,
             prompts,
             rows,
+            from_base=np.tile(from_base, len(prompts)),
             spec=spec,
             longest=max_prompt_tokens,
             # An environment's first observation may make each row's prompt another.

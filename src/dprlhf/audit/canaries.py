@@ -258,6 +258,7 @@ def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any,
         ),
         # All else as by default: the bandit has two answers, and none of them may be ruled out.
         "rollout": settings.Rollout(
+            base_policy=recipe.rollout.base_policy,
             responses=8,
             max_new_tokens=1,
             batch_size=_AT_ONCE,

@@ -34,6 +34,10 @@ class Rows(Protocol):
         """The number of users in the round, those without a row included."""
 
     @property
+    def from_base(self) -> NDArray[np.bool_]:
+        """Whether each row was sampled from μ in place of π_θ, ``[rows]``."""
+
+    @property
     def prompts(self) -> Sized:
         """What the rows answer; each prompt has the same number of adjacent rows."""
 
@@ -54,7 +58,7 @@ class Policy(Protocol):
 class ExplicitPolicy(Policy, Protocol):
     """A policy that computes the scores ∇ log π_θ of its rows itself, without autograd.
 
-    It gives no log-probabilities.
+    Its rows are sampled from π_θ: it gives no log-probabilities, hence no importance ratios.
     """
 
     def user_scores(

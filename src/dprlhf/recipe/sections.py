@@ -87,10 +87,15 @@ class Rollout(Settings):
     """How responses are sampled.
 
     Attributes:
+        base_policy: Sampling policy μ of He & Zhou 2025, Algorithm 1: ``on-policy`` samples all
+            responses from the current policy π_t; ``reference`` samples half of them from the base
+            model (the adapter switched off).
         responses: Number of responses to each prompt (TRL's ``num_generations``), at least 2, since
-            the baseline of each is the user's other responses.
+            the baseline of each is the user's other responses; with ``reference``, half from each
+            policy.
         max_new_tokens: Largest number of tokens in a response.
-        temperature: Sampling temperature. Log-probabilities are taken at the same temperature.
+        temperature: Sampling temperature of both policies. Log-probabilities are taken at the same
+            temperature.
         top_k: Sample from this many most likely tokens; 0 for all. This and the next two keys mean
             what they mean in transformers' ``generate``, and log-probabilities are those of the
             truncated, renormalised distribution.
@@ -112,6 +117,7 @@ class Rollout(Settings):
         agent: Tools or an environment, for responses of several turns; null for one turn.
     """
 
+    base_policy: Literal["on-policy", "reference"] = "on-policy"
     responses: int = 4
     max_new_tokens: PositiveInt = 32
     temperature: PositiveFloat = 1.0
@@ -171,6 +177,14 @@ class Rollout(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Rollout:
+        if self.base_policy == "reference" and self.responses % 2:
+            raise ValueError("responses must be even when base_policy is reference")
+        if self.base_policy == "reference" and self.truncates:
+            raise ValueError(
+                f"{self.truncates[0]} works with base_policy on-policy: the base model keeps other"
+                " tokens than the policy, which makes a response's probability under the policy"
+                " zero"
+            )
 
         if self.agent is not None and self.backend == "vllm":
             raise ValueError("agent: turns are sampled by backend transformers, not by vllm")

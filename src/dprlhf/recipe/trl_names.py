@@ -63,10 +63,10 @@ INSTEAD = {
     "fp16": "write policy.dtype=auto or bfloat16",
     "gradient_checkpointing": "write policy.gradient_checkpointing=true",
     "use_vllm": "write rollout.backend=vllm",
-    "epsilon": "in TRL this is the clip range of a ratio that is 1 here; the budget is"
+    "epsilon": "in TRL this is the clip range, here update.clip_range=…; the budget is"
     " privacy.epsilon=…",
     "delta": "in TRL this is a clip range; δ of the guarantee is privacy.delta=…",
-    "epsilon_high": "a clip range of a ratio that is 1 here: a batch has one step",
+    "epsilon_high": "the clip range has one width, update.clip_range=…",
     "importance_sampling_level": "write update.name=grpo for token, update.name=pg for sequence",
     "steps_per_generation": "a round's responses serve one step: each further one would be a"
     " release of its own; update.name=ppo takes several inside a user",

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dprlhf.errors import DprlhfError, nearest, one_line
-from dprlhf.recipe.base import PositiveInt
+from dprlhf.recipe.base import PositiveFloat, PositiveInt
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
 
 ENTRY_POINT_GROUP = "dprlhf.updates"
@@ -31,7 +31,10 @@ ENTRY_POINT_GROUP = "dprlhf.updates"
 
 
 class _Score(PrivateUpdate):
-    """Updates that weigh the score ∇ log π of each response by itself."""
+    """Updates that weight ∇ log π by the importance ratio π_t/μ where responses come from μ ≠ π_t.
+
+    The ratio of a response (grpo: of a token) is truncated at 2.
+    """
 
     leaves_rows_out: ClassVar[bool] = True
 
@@ -52,8 +55,8 @@ class PG(_Advantage):
     Attributes:
         name: ``pg``.
         baseline: ``loo`` subtracts the mean reward of the user's other responses (RLOO),
-            ``paired`` the mean reward of the other half of them, and ``group`` standardises the
-            rewards within the user.
+            ``paired`` the reward of the paired response of the other half, and ``group``
+            standardises the rewards within the user.
     """
 
     name: Literal["pg"] = "pg"
@@ -66,15 +69,18 @@ class PG(_Advantage):
 
 
 class GRPO(_Advantage):
-    """DP-GRPO: group-relative advantages, with each response's tokens weighed by its length.
+    """DP-GRPO: group-relative advantages with the clipped surrogate of PPO, token by token.
 
     Attributes:
         name: ``grpo``.
+        clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips the
+            ratio π_θ/π_t.
         scale_rewards: Whether advantages are divided by the standard deviation of the user's
             rewards.
     """
 
     name: Literal["grpo"] = "grpo"
+    clip_range: PositiveFloat = 0.2
     scale_rewards: bool = True
 
     @property

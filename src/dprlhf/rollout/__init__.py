@@ -1,4 +1,4 @@
-"""Sampling: several responses y ~ π_t for each prompt (He & Zhou, Algorithm 1, with μ = π_t).
+"""Sampling: y ~ μ and y′ ~ π_t, several responses for each prompt (He & Zhou, Algorithm 1).
 
 How a matrix product or attention rounds depends on its shape and on a row's place in it, and a
 rounded probability can change a sampled token. If either depended on other users, one user could so

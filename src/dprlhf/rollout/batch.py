@@ -25,7 +25,7 @@ class Responses:
     mask: torch.Tensor  # 1 where a token is real, [rows, prompt + response]
     prompt: NDArray[np.int64]  # [rows]; rows of a prompt are adjacent
     user: NDArray[np.int64]  # [rows]; in a private round the rank among the round's users
-
+    from_base: NDArray[np.bool_]  # True where the row was sampled from μ, [rows]
     texts: list[str]  # The responses as text, [rows]
     prompts: Prompts  # The prompts in the form that the dataset has them
     users: int  # Number of users in the batch, those without a row included
@@ -93,6 +93,7 @@ class Responses:
             "mask": self.mask[rows],
             "prompt": self.prompt[rows],
             "user": self.user[rows],
+            "from_base": self.from_base[rows],
             "texts": [self.texts[row] for row in rows],
             "tool_mask": None if self.tool_mask is None else self.tool_mask[rows],
             "completions": None if messages is None else [messages[row] for row in rows],

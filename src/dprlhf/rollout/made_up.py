@@ -61,6 +61,7 @@ def made_up_responses(
         tokens=tokens,
         mask=mask,
         **rows_of(asked, rows),
+        from_base=np.zeros(len(tokens), dtype=bool),
         texts=[""] * len(tokens),
         max_new_tokens=length,
         num_generations=num_generations,

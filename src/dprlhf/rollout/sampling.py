@@ -1,4 +1,4 @@
-"""Sampling: several responses y ~ π_t for each prompt (He & Zhou, Algorithm 1, with μ = π_t)."""
+"""Sampling: y ~ μ and y′ ~ π_t, several responses for each prompt (He & Zhou, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int)
     assert spec.batch_size != "auto"
     batches = max(1, -(-prompts * responses // spec.batch_size))
     size = min(spec.batch_size, max(1, -(-prompts // batches)) * responses)
-    return spec.model_copy(update={"responses": responses, "batch_size": size})
+    chosen = {"responses": responses, "batch_size": size, "base_policy": "on-policy"}
+    return spec.model_copy(update=chosen)
 
 
 def keeps_outputs(
@@ -64,7 +65,7 @@ def keeps_outputs(
     gradients: bool = True,
 ) -> bool:
     """Return whether sampling can keep what it computes, and has the memory for it."""
-    if policy.sampler is not None or spec.backend == "vllm":
+    if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
         return False
     if replays_graphs(policy, spec):  # a graph calls no hook
         return False
@@ -125,6 +126,9 @@ def sample(
     A policy with a ``sampler`` of its own, such as an agent, acts in several turns, and the sampler
     makes the same promise. With ``private`` prompts an error costs its user's responses and not the
     run, and quotes nothing.
+
+    With ``base_policy: reference`` the first half of a prompt's rows come from μ (the adapter
+    off) and the rest from π_t; with ``on-policy`` all come from π_t.
     """
     if policy.sampler is not None:
         found: Responses = policy.sampler(
@@ -200,6 +204,7 @@ def _one_turn(
     tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
     mask = torch.zeros_like(tokens)
     failed = np.zeros(len(tokens), dtype=bool)
+    from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     generate: Callable[..., Iterator[tuple[NDArray[np.int64], Sequence[list[int] | None]]]]
     if spec.backend == "vllm":
         from dprlhf.rollout import vllm
@@ -207,25 +212,32 @@ def _one_turn(
         generate = vllm.generate
     else:
         generate = partial(generate_rows, places=prompts.places, width=width, kept=kept)
-    for rows, responses in generate(policy, encoded, draws, spec):
-        for row, response in zip(rows, responses, strict=True):
-            if row < 0:
-                continue
-            prompt = encoded[row // k]
-            failed[row] = response is None
-            response = response or policy.end_tokens[:1] or [0]
-            columns = slice(width - len(prompt), width + len(response))
-            tokens[row, columns] = torch.tensor(prompt + response)
-            mask[row, columns] = 1
-        if kept is not None:
-            kept.assign_rows(rows, len(tokens))
-        if tick is not None:
-            tick(int((rows >= 0).sum()))
+    # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
+    # and saves filler rows only.
+    for base in np.unique(from_base):
+        numbers = np.flatnonzero(from_base == base)
+        row_of = np.append((k * np.arange(len(prompts))[:, None] + numbers).ravel(), -1)
+        with policy.base() if base else contextlib.nullcontext():
+            for positions, responses in generate(policy, encoded, draws[:, numbers], spec):
+                for row, response in zip(row_of[positions], responses, strict=True):
+                    if row < 0:
+                        continue
+                    prompt = encoded[row // k]
+                    failed[row] = response is None
+                    response = response or policy.end_tokens[:1] or [0]
+                    columns = slice(width - len(prompt), width + len(response))
+                    tokens[row, columns] = torch.tensor(prompt + response)
+                    mask[row, columns] = 1
+                if kept is not None:
+                    kept.assign_rows(row_of[positions], len(tokens))
+                if tick is not None:
+                    tick(int((positions >= 0).sum()))
     written = zip(tokens[:, width:], mask[:, width:], strict=True)
     return Responses(
         tokens=tokens,
         mask=mask,
         **rows_of(prompts, k),
+        from_base=np.tile(from_base, len(prompts)),
         texts=[text_of_tokens(policy, t[m.bool()]) for t, m in written],
         max_new_tokens=max_new_tokens,
         num_generations=k,

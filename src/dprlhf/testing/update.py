@@ -221,7 +221,8 @@ def _optimizer(policy: CausalLMPolicy) -> torch.optim.Optimizer:
 def _responses(users: Sequence[int], seed: int) -> Responses:
     """Make up a round: one or two prompts of each user, in an order that mixes the users.
 
-    What a user brings depends on its own number and the seed.
+    What a user brings depends on its own number and the seed. The first half of the responses to a
+    prompt come from the base policy.
     """
     k = _GENERATIONS
     width = _LONGEST_PROMPT + _LONGEST_RESPONSE
@@ -247,6 +248,7 @@ def _responses(users: Sequence[int], seed: int) -> Responses:
         mask=torch.from_numpy(masks.astype(np.int64)),
         prompt=np.repeat(np.arange(len(made)), k),
         user=np.repeat(owner, k),
+        from_base=np.tile(np.arange(k) < k // 2, len(made)),
         texts=[""] * (k * len(made)),
         prompts=Prompts([""] * len(made), owner, slots, {}),
         users=len(users),

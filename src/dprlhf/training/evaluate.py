@@ -173,6 +173,7 @@ def _joined(
         "mask": whole("mask", 0),
         "prompt": np.arange(len(order)),
         "user": user,
+        "from_base": np.zeros(len(order), dtype=np.bool_),
         "texts": [texts[place] for place in order],
         "prompts": Prompts(**{**vars(prompts), "prompts": [asked[place] for place in order]}),
         "users": int(user.max()) + 1,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from dprlhf import recipe
@@ -119,6 +120,7 @@ def pack(
         tokens=tokens,
         mask=mask,
         **rows_of(examples, copies),
+        from_base=np.zeros(len(prompts), dtype=bool),
         texts=[""] * len(prompts),
         max_new_tokens=length,
     )

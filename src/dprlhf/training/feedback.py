@@ -57,7 +57,7 @@ _COMPARED = 64
 """Most public rows over which the reference point of KTO is a mean."""
 
 # What ``policy_gradient`` lets an importance ratio count at most, a geometric mean over a
-# completion's tokens; on-policy it is 1.
+# completion's tokens. On-policy it is 1, and every update truncates its ratios at 2.
 LARGEST_RATIO = 2.0
 
 

@@ -128,10 +128,12 @@ def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -
     gradients, likelihoods = [], []
     for places in np.array_split(np.arange(len(prompts)), count):
         rollout = settings.rollout
+        if rollout.base_policy == "on-policy":
+            rollout = public_sampling_settings(rollout, len(places), rollout.responses)
         responses = sample(
             run.policy,
             prompts.take(places),
-            public_sampling_settings(rollout, len(places), rollout.responses),
+            rollout,
             key=_PUBLIC_KEY,
             context=("subspace", settings.seed, batch.t),
             max_prompt_tokens=settings.data.max_prompt_tokens,

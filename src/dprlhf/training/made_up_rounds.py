@@ -57,10 +57,13 @@ class Shapes:
 
     @property
     def sampled_together(self) -> int:
-        """The number of responses to a prompt that are sampled together."""
+        """The number of responses to a prompt that are sampled from one policy."""
         if self.rollout is None:
             return self.num_generations
-        return self.rollout.responses if self.rollout.shares_prompts else 1
+        if not self.rollout.shares_prompts:
+            return 1
+        of_two = self.rollout.base_policy == "reference"
+        return self.rollout.responses // 2 if of_two else self.rollout.responses
 
     @property
     def few(self) -> int:

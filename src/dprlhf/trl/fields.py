@@ -209,7 +209,9 @@ GRPO: dict[str, Field] = COMMON | {
         "mapped", "'group' or 'none'; with 'batch' the spread of the whole batch would couple the"
         " users",
     ),
-    "epsilon": Field("no effect", f"{_ONE_STEP}; the privacy budget is privacy_epsilon"),
+    "epsilon": Field(
+        "no effect", f"{_ONE_STEP} (update.clip_range); the privacy budget is privacy_epsilon"
+    ),
     "epsilon_high": Field("no effect", _ONE_STEP),
     "delta": Field(
         "no effect", f"a clip of the ratio, above 1, and {_ONE_STEP}; a value of 1 or less is"

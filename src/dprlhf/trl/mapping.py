@@ -270,7 +270,8 @@ def _reward_range(args: Any) -> float:
 def _update(args: Any) -> dict[str, Any]:
     if isinstance(args, PrivateRLOOConfig):
         return {"name": "pg", "baseline": "loo"}
-    return update_settings(args.loss_type, args.scale_rewards)
+    settings = update_settings(args.loss_type, args.scale_rewards)
+    return settings | ({"clip_range": args.epsilon} if settings["name"] == "grpo" else {})
 
 
 def _optimizer(args: Any, rounds: int) -> dict[str, Any]:

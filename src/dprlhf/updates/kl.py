@@ -14,7 +14,7 @@ import numpy as np
 
 from dprlhf import recipe
 from dprlhf.rewards import Scores
-from dprlhf.rollout.logprobs import Array, log_ratio_to_base
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.round import PrivateRound
 
 
@@ -33,10 +33,7 @@ def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
             returns = np.stack(each, 1)
         return Scores(values, scores.valid, scores.failures, returns=returns)
 
-    ratios = round_.responses.map(
-        lambda responses: log_ratio_to_base(round_.policy, responses, batch_size)
-    )
-    round_.scores = round_.scores.map(less_penalty, ratios)
+    round_.scores = round_.scores.map(less_penalty, round_.log_ratio(batch_size, every_row=True))
 
 
 def penalised(rewards: Array, log_ratio: Array, beta: float, bound: float) -> Array:

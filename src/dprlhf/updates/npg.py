@@ -8,7 +8,8 @@ gradients or one vector of sufficient statistics, and is charged for it in advan
 
 Departures from the paper:
 
-- Algorithm 3 regresses under y ~ μ, where the minimiser is F†∇J only if μ = π_t, as here.
+- Algorithm 3 regresses under y ~ μ, where the minimiser is F†∇J only if μ = π_t. Here an example
+  from μ ≠ π_t counts with its truncated importance ratio ρ, its φ and Â both times √ρ.
 - Both arms are used, as in DP-PG, and baselines are those of one user's own responses.
 - Features are scaled down to norm S = ``clip_norm`` in place of the assumption ‖∇ log π‖ ≤ G.
 - Algorithm 4, the exponential mechanism, needs a finite candidate set and is not offered for
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
-from dprlhf.updates.pg import advantage_weights
+from dprlhf.updates.pg import advantage_weights, importance_ratios
 from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
@@ -43,6 +44,7 @@ def npg(round_: PrivateRound[P, R], spec: recipe.NPG) -> None:
         partial(response_examples, baseline=spec.baseline),
         round_.scores,
         round_.valid,
+        importance_ratios(round_, spec.batch_size),
     )
     w = solve(
         round_,
@@ -58,10 +60,11 @@ def response_examples(
     responses: Rows,
     scores: Scores,
     valid: NDArray[np.bool_],  # [users]
+    ratio: NDArray[np.float64],  # Truncated importance ratio ρ of each row, [rows]
     baseline: str,
 ) -> Examples:
-    """Return one example for each response: feature ∇ log π(y|x) and target Â."""
+    """Return one example for each response: feature √ρ ∇ log π(y|x) and target √ρ Â."""
     of_user = np.bincount(responses.user, minlength=responses.users)[responses.user]
-    counted = counted_rows(responses, valid).astype(np.float64)
-    targets = advantage_weights(responses, scores, valid, baseline=baseline) * of_user
-    return Examples(responses, counted, targets, rows=1)
+    root = np.where(counted_rows(responses, valid), np.sqrt(ratio), 0.0)
+    targets = advantage_weights(responses, scores, valid, root, baseline=baseline) * of_user
+    return Examples(responses, root, targets, rows=1)

@@ -8,14 +8,15 @@ Departures from the paper:
 - The noise is that of the analytic Gaussian mechanism (or of random allocation) at the clip norm.
   Theorem 1's σ² = 16 ln(1.25/δ) R²G²/(m²ε²) is too small: with |Â| ≤ 2R the sensitivity is 4RG/m.
 - Gradients are clipped instead of assuming a bound G on ‖∇ log π‖.
-- Algorithm 2 takes the gradient at y ~ μ and calls it unbiased, which holds for μ = π_t only: here
-  all responses come from π_t (on-policy).
-- Both arms are used: y′ has a score too, and its baseline r(x, y) is independent of y′.
+- Algorithm 2 takes the gradient at y ~ μ and calls it unbiased, which holds for μ = π_t only. Here
+  rows from μ ≠ π_t carry the importance ratio π_t(y|x)/μ(y|x), truncated.
+- Both arms are used: y′ ~ π_t has a score too, and its baseline r(x, y) is independent of y′.
 - No advantage is normalised over a batch (appendix H does): that would couple the users.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -29,39 +30,64 @@ from dprlhf.rewards import Scores
 from dprlhf.updates.baselines import BASELINES
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
+LARGEST_RATIO = 2.0
+"""Upper bound at which the importance ratio π_t/μ is truncated."""
+
 
 def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
     """Release the mean of the users' clipped policy gradients, and take a step along it."""
-    weights = round_advantage_weights(round_, spec.baseline)
+    ratio = importance_ratios(round_, spec.batch_size)
+    weights = round_advantage_weights(round_, spec.baseline, ratio)
     round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))
 
 
+def importance_ratios(round_: PrivateRound[P, R], batch_size: int) -> Private[NDArray[np.float64]]:
+    """Return :func:`importance_ratio` of each row of a round, ``[rows]``."""
+    return round_.responses.map(
+        lambda responses, log_ratio: importance_ratio(responses, log_ratio, LARGEST_RATIO),
+        round_.log_ratio(batch_size),
+    )
+
+
 def round_advantage_weights(
-    round_: PrivateRound[P, R], baseline: str
+    round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]] | None = None
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`advantage_weights` of a round, ``[rows]``, or ``[rows, response]`` by turn."""
+    if ratio is None:
+        ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
     weights = partial(advantage_weights, baseline=baseline)
-    return round_.responses.map(weights, round_.scores, round_.valid)
+    return round_.responses.map(weights, round_.scores, round_.valid, ratio)
 
 
 def advantage_weights(
     responses: Rows,
     scores: Scores,  # [rows]
     valid: NDArray[np.bool_],  # [users]
+    ratio: NDArray[np.float64],  # The importance ratio of each row, [rows]
     *,
     baseline: str,
 ) -> NDArray[np.float64]:
-    """Return each row's weight: its advantage over the user's number of responses."""
+    """Return each row's weight: advantage × importance ratio / the user's number of responses."""
     rewards = scores.values if scores.returns is None else scores.returns
     if not len(responses.user):
         return np.empty_like(rewards)
     k = len(responses.user) // len(responses.prompts)
     columns = rewards.reshape(len(responses.user), -1).T
-    advantages = np.stack([BASELINES[baseline](c.reshape(-1, k)).ravel() for c in columns], 1)
+    advantages = np.stack(
+        [BASELINES[baseline](c.reshape(-1, k), responses.from_base[:k]).ravel() for c in columns], 1
+    )
     of_user = np.bincount(responses.user, minlength=responses.users)
-    weights = advantages * (1 / of_user[responses.user])[:, None]
+    weights = advantages * (ratio / of_user[responses.user])[:, None]
     counted = counted_rows(responses, valid)[:, None]
     weights = np.where(counted, weights, 0.0)
     if scores.returns is None:
         return weights.reshape(rewards.shape)
     return np.take_along_axis(weights, language_model_rows(responses).turn, 1)
+
+
+def importance_ratio(
+    responses: Rows, log_ratio: NDArray[np.float64], largest: float
+) -> NDArray[np.float64]:
+    """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``."""
+    ratio = np.exp(np.minimum(log_ratio.sum(1), math.log(largest)))
+    return np.where(responses.from_base, ratio, 1.0)

@@ -16,6 +16,9 @@ Departures from the paper:
   round: it would carry one round's users into the next round's release.
 - A local step is on all tokens of the user (one minibatch), whose mean is multiplied by the user's
   tokens a response. So one step is :data:`LOCAL_LEARNING_RATE` times DP-PG's gradient.
+- A row from μ ≠ π_t has the token ratio π_θ/μ = (π_t/μ)(π_θ/π_t). The first factor stays fixed and
+  is truncated at ``LARGEST_RATIO``. ``clip_range`` applies to the second (as arXiv
+  2110.00641 does), or it would exclude tokens because of the policy that sampled them.
 - A copy is trained by plain SGD, not by appendix C.2.3's Adam.
 - In a subspace there is no radius: only the part of a move that lies in it is clipped.
 - No entropy bonus. The noise and what it costs are those of the run's plan, not of appendix B.1.
@@ -38,7 +41,7 @@ from dprlhf.hardware import repeatable, to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.pg import round_advantage_weights
+from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
 from dprlhf.updates.round import PrivateRound
 
 LOCAL_LEARNING_RATE = 0.1
@@ -47,7 +50,11 @@ LOCAL_LEARNING_RATE = 0.1
 
 def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     """Release the mean of the users' clipped moves θ − θ₀, and take a step along it."""
-    weights = round_.responses.map(token_weights, round_advantage_weights(round_, spec.baseline))
+    weights = round_.responses.map(
+        token_weights,
+        round_advantage_weights(round_, spec.baseline),
+        round_.log_ratio(spec.batch_size),
+    )
     moves = round_.responses.map(partial(_moves, round_, spec), round_.valid, weights)
     round_.step(round_.release(round_.clipped_vectors(moves)))
 
@@ -73,11 +80,11 @@ def _moves(
             round_.tick(int((batch.rows >= 0).sum()))
 
 
-def token_weights(responses: Responses, advantages: Array) -> Array:
-    """Return the weight of each response token, ``[rows, response]``."""
-    if advantages.ndim == 2:
-        return advantages
-    return np.repeat(advantages[:, None], responses.max_new_tokens, axis=1)
+def token_weights(responses: Responses, advantages: Array, log_ratio: Array) -> Array:
+    """Return Â min(π_t/μ, 2) over the user's number of responses, ``[rows, response]``."""
+    ratio = np.exp(np.minimum(log_ratio, np.log(LARGEST_RATIO)))
+    ratio = np.where(responses.from_base[:, None], ratio, 1.0)
+    return (advantages if advantages.ndim == 2 else advantages[:, None]) * ratio
 
 
 def train_copies(

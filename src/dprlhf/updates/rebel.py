@@ -4,7 +4,10 @@ A user's loss is the mean over its pairs (y, y′) of
 
     (Δ(y) − Δ(y′) − Â)²,    Δ(y) = log π_θ(y|x)/π_t(y|x),    Â = r(x, y) − r(x, y′).
 
-The i-th response of the first half is paired with the i-th of the second, both of π_t.
+The i-th response of the first half is paired with the i-th of the second: y ~ μ with y′ ~ π_t when
+``base_policy`` is ``reference``, two responses of π_t on-policy. The loss needs no importance
+ratio: it is zero at Δ(y) − Δ(y′) = Â whatever the pairs were drawn from, which only decides how
+they are weighted.
 
 Without an oracle it takes J steps on the true loss. Each is a noised mean of clipped per-user
 gradients at the current θ, and one of the J releases that the round is charged for; the server-side

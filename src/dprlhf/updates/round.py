@@ -25,12 +25,14 @@ from dprlhf.gradients.clipping import (
     clipped_vectors,
     vector_norm,
 )
+from dprlhf.gradients.micro_batches import language_model_rows
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import ascend
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 if TYPE_CHECKING:
@@ -90,11 +92,28 @@ class PrivateRound(Generic[P, R]):
 
     def __post_init__(self) -> None:
         self.unpenalised = self.scores
+        self._log_ratio: tuple[bool, Private[Array]] | None = None
 
     @property
     def valid(self) -> Private[NDArray[np.bool_]]:
         """Mask of the users whose every response has a valid score, ``[users]``; others add 0."""
         return self.responses.map(users_with_valid_scores, self.scores)
+
+    def log_ratio(self, batch_size: int, *, every_row: bool = False) -> Private[Array]:
+        """Return log π_t − log π_ref of each response token, ``[rows, response]``; 0 on padding.
+
+        π_ref is the policy with its adapter off, and μ wherever μ ≠ π_t. The result is kept until
+        :meth:`step` moves the policy: KL penalty and importance ratios share it.
+
+        Args:
+            every_row: Compute all rows. Otherwise rows sampled from π_t may be left at 0.
+        """
+        if self._log_ratio is None or every_row > self._log_ratio[0]:
+            found = self.responses.map(
+                lambda given: _log_ratio(self.policy, given, batch_size, every_row=every_row)
+            )
+            self._log_ratio = every_row, found
+        return self._log_ratio[1]
 
     def clipped_sum(self, weights: Private[NDArray[np.float64]], *, batch_size: int) -> ClippedSum:
         """Return Σ_u clip(Σ_rows weight · ∇ log π(y|x), S), over all processes.
@@ -171,6 +190,7 @@ class PrivateRound(Generic[P, R]):
 
     def step(self, direction: Released[torch.Tensor]) -> None:
         """Let the optimizer ascend along a released direction, ``[dimension]``."""
+        self._log_ratio = None
         ascend(self.policy.parameters.values(), self.optimizer, direction)
 
     @property
@@ -192,6 +212,27 @@ def _coordinates(
     rewards = scores.values
     rewards = rewards if rewards.ndim == 1 else rewards[:, 0]  # the first reward-to-go is the sum
     return telemetry.of_users(responses.user, rewards, valid)
+
+
+def _log_ratio(
+    policy: CausalLMPolicy | ExplicitPolicy, rows: Rows, batch_size: int, *, every_row: bool
+) -> Array:
+    """Return log π_t − log π_ref, ``[rows, response]``.
+
+    Unless ``every_row``, it is computed for rows from the base policy alone, and 0 for others.
+    """
+    if isinstance(policy, ExplicitPolicy):
+        if every_row or rows.from_base.any():
+            raise TypeError("only a language model's policy has log-ratios to a base policy")
+        return np.zeros((len(rows.user), 1))
+    responses = language_model_rows(rows)
+    if every_row:
+        return log_ratio_to_base(policy, responses, batch_size)
+    found = np.zeros(tuple(responses.response_mask.shape))
+    chosen = np.flatnonzero(responses.from_base)
+    if len(chosen):
+        found[chosen] = log_ratio_to_base(policy, responses.take(chosen), batch_size)
+    return found
 
 
 def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:

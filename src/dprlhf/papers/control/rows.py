@@ -35,6 +35,11 @@ class TrajectoryRows:
         return np.repeat(np.arange(self.users), np.concatenate(steps) if steps else 0)
 
     @property
+    def from_base(self) -> NDArray[np.bool_]:
+        """False: users act by the policy that is trained, ``[rows]``."""
+        return np.zeros(len(self.user), dtype=bool)
+
+    @property
     def prompts(self) -> range:
         """One for each row, so that no row is a baseline of another."""
         return range(len(self.user))
