@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from dprlhf import recipe
-from dprlhf.recipe.loading import models_in
+from dprlhf.recipe.refusals import models_in
 
 RECIPES = {
     "Private updates: `dprlhf train`": recipe.Recipe,

@@ -88,7 +88,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"policy__adapter": FEW},
         {"policy__adapter": {"type": "full"}},
     ],
-    "optimizer": [{"optimizer__name": n} for n in ("sgd", "adam-corrected")],
+    "optimizer": [{"optimizer__name": n} for n in ("sgd", "adam")],
     "partition": [{"privacy__partition": n} for n in ("random-allocation", "fixed")],
     "bands": [{}, {"privacy__bands": 2}],
     "responses": [{"rollout__responses": 2}, {"rollout__responses": 4}],

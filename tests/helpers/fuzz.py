@@ -150,7 +150,7 @@ VALID: dict[str, Any] = {
 KEYS = sorted(set(known_keys(Recipe)))
 NAMES = [
     *get_args(Partition), *get_args(Adjacency), "pg", "grpo", "ppo", "rebel", "npg", "sgd", "adam",
-    "adam-corrected", "normalized-sgd", "lora", "peft", "loo", "group", "paired", "kl", "l2",
+    "normalized-sgd", "lora", "peft", "loo", "group", "paired", "kl", "l2",
     "gauss-newton", "gradient", "token", "reference", "bfloat16", "projected-sgd",
     "sufficient-statistics", "in-memory", "wandb", "linear", ".inf", "none",
 ]  # fmt: skip

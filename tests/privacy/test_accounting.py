@@ -31,11 +31,11 @@ from dprlhf.privacy.accounting import (
     gaussian_noise_multiplier,
     noise_multiplier,
 )
+from dprlhf.privacy.composed_allocation import block, compose_blocks
 from dprlhf.privacy.composition import total_epsilon
 from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import gaussian_deltas
 from dprlhf.privacy.partitions import poisson
-from dprlhf.privacy.partitions.random_allocation import block, compose_blocks
 from dprlhf.privacy.random_allocation import Side
 
 

@@ -11,8 +11,8 @@ from scipy.stats import norm
 from dprlhf.privacy import random_allocation, replaced_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.curves import Composed, loss_distribution
 from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.losses import Composed, loss_distribution
 
 
 def sampled(z: float, rounds: int, eps: float, count: int = 200_000) -> tuple[float, float]:

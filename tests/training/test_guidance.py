@@ -310,7 +310,6 @@ def test_directions_need_no_public_feedback(model, tmp_path, monkeypatch, capfd)
     [
         ({"evaluation": None}, "update.subspace needs public rows"),
         ({"update": {"subspace": {"keep_perplexity": True}}}, "keep_perplexity is for"),
-        ({"optimizer": {"name": "adam-corrected"}}, "write adam or sgd"),
         (
             {"data": {"path": "a"}, "update": {"subspace": {"data": {"path": "a"}}}},
             "update.subspace.data names the private users",

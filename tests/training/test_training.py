@@ -529,23 +529,6 @@ def test_callbacks_of_transformers_see_what_is_published(model: str, tmp_path: P
     assert plain == written
 
 
-@pytest.mark.slow
-def test_the_optimizer_is_told_each_rounds_own_noise(model, tmp_path, monkeypatch):
-    told: list[float] = []
-    set_noise = trainer.set_noise
-
-    def noted(optimizer: Any, noise: float) -> None:
-        told.append(noise)
-        set_noise(optimizer, noise)
-
-    monkeypatch.setattr(trainer, "set_noise", noted)
-    bands = {"privacy__partition": "fixed", "privacy__bands": 2}
-    given = settings(model, **FEW | {"rounds": 3}, optimizer__name="adam-corrected", **bands)
-    plan = dprlhf.train(output_dir=tmp_path / "run", **given).plan
-    assert told == [plan.noise_std_of(t) / plan.expected_batch_size for t in (1, 2, 3)]
-    assert len(set(told)) > 1
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"policy__adapter": {"type": "full"}}], ids=["lora", "full"]
 )

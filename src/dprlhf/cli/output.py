@@ -1,10 +1,9 @@
-"""Text that commands print: the results of a run or of a supervised stage, and tables."""
+"""Text that commands print: the results of a run or of a supervised stage."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -77,52 +76,6 @@ def show_stage(result: Any) -> None:
     for name, value in getattr(result, "value", {}).items():
         typer.echo(f"feedback that the {name} policy gets, from the users' logs: {value}")
     typer.echo(f"run folder: {result.folder.path}; the next stage names {result.folder.model}")
-
-
-_LEGEND = """
-kappa         noise over signal of the whole run, by the privacy terms alone: lower is better
-signal/noise  summed signal over summed noise of the whole run: higher is better"""
-"""What the columns of both tables mean; docs/planning.md has the formulas."""
-
-_OF_CHOICES = """
-cosine        expected cosine between a step and the users' mean gradient
-rise          predicted rise of the mean reward
-above         s: norm of the users' mean gradient over the clip norm; p: released coordinates;
-              alignment: cosine between the mean of clipped gradients and the mean gradient"""
-
-
-def plan_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of ``dprlhf plan`` without a recipe as a text table with a header."""
-    header = (
-        f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
-        f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
-    )
-    lines = [
-        f"{row['partition']:<18}{row['rounds']:>7}{row['batch']:>15.1f}"
-        f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
-        f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
-        for row in rows
-    ]
-    return "\n".join([header, *lines, _LEGEND])
-
-
-def choices_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of the planner's choices as a table with a header."""
-    header = (
-        f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
-        f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"
-    )
-    lines = []
-    for row in rows:
-        minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
-        rise = "" if row["predicted_rise"] is None else f"{row['predicted_rise']:.2f}"
-        lines.append(
-            f"{row['partition']:<18}{row['rounds']:>7}{row['participations']:>7}"
-            f"{row['bands']:>6}{row['responses']:>10}{row['batch']:>8.1f}"
-            f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
-            f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
-        )
-    return "\n".join([header, *lines, _LEGEND + _OF_CHOICES])
 
 
 def flat(text: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dprlhf.cli.output import choices_table, plan_table
 from dprlhf.errors import DprlhfError
 
 Recipe = Annotated[
@@ -89,7 +88,7 @@ def plan(
         m = min(users, max(1.0, (math.sqrt(dimension) / epsilon) ** (2 / 3) * users ** (1 / 3)))
         typer.echo(f"{users} users, epsilon {epsilon:g}, delta {delta:g}, d = {dimension}")
         about = f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}"
-        typer.echo(f"{about}\n\n{plan_table(table)}")
+        typer.echo(f"{about}\n\n{_plan_table(table)}")
         return
     _refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
     from dprlhf.recipe import load_recipe
@@ -111,7 +110,7 @@ def plan(
         shown: dict[str, Any] = {**facts.as_dict(), "choices": rows, "not_costed": passed}
         typer.echo(json.dumps(shown))
     else:
-        typer.echo(f"{facts.describe()}\n\n{choices_table(rows)}")
+        typer.echo(f"{facts.describe()}\n\n{_choices_table(rows)}")
         if passed:
             typer.echo(f"{passed} more were passed over: their noise takes seconds each to compute")
         typer.echo(f"\nthe first as overrides: {' '.join(choices[0].overrides())}")
@@ -179,3 +178,49 @@ def _progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         end = "\r" if done < of else "\n"
         print(f"plan: {done} of {of} candidates", end=end, file=sys.stderr, flush=True)
+
+
+_LEGEND = """
+kappa         noise over signal of the whole run, by the privacy terms alone: lower is better
+signal/noise  summed signal over summed noise of the whole run: higher is better"""
+"""What the columns of both tables mean; docs/planning.md has the formulas."""
+
+_OF_CHOICES = """
+cosine        expected cosine between a step and the users' mean gradient
+rise          predicted rise of the mean reward
+above         s: norm of the users' mean gradient over the clip norm; p: released coordinates;
+              alignment: cosine between the mean of clipped gradients and the mean gradient"""
+
+
+def _plan_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of ``dprlhf plan`` without a recipe as a text table with a header."""
+    header = (
+        f"{'partition':<18}{'rounds':>7}{'users a round':>15}{'noise multiplier':>18}"
+        f"{'noise/clip':>12}{'kappa':>8}{'signal/noise':>14}"
+    )
+    lines = [
+        f"{row['partition']:<18}{row['rounds']:>7}{row['batch']:>15.1f}"
+        f"{row['noise_multiplier']:>18.4f}{row['noise_to_clip_ratio']:>12.3f}"
+        f"{row['kappa']:>8.2f}{row['signal_to_noise']:>14.2f}"
+        for row in rows
+    ]
+    return "\n".join([header, *lines, _LEGEND])
+
+
+def _choices_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures of the planner's choices as a table with a header."""
+    header = (
+        f"{'partition':<18}{'rounds':>7}{'passes':>7}{'bands':>6}{'responses':>10}{'users':>8}"
+        f"{'noise':>8}{'kappa':>7}{'cosine':>8}{'signal/noise':>13}{'minutes':>9}{'rise':>7}"
+    )
+    lines = []
+    for row in rows:
+        minutes = "" if row["seconds"] is None else f"{row['seconds'] / 60:.1f}"
+        rise = "" if row["predicted_rise"] is None else f"{row['predicted_rise']:.2f}"
+        lines.append(
+            f"{row['partition']:<18}{row['rounds']:>7}{row['participations']:>7}"
+            f"{row['bands']:>6}{row['responses']:>10}{row['batch']:>8.1f}"
+            f"{row['noise_multiplier']:>8.3f}{row['kappa']:>7.2f}{row['cosine']:>8.3f}"
+            f"{row['signal_to_noise']:>13.2f}{minutes:>9}{rise:>7}"
+        )
+    return "\n".join([header, *lines, _LEGEND + _OF_CHOICES])

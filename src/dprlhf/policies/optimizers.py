@@ -13,18 +13,16 @@ from dprlhf.recipe.sections import BETAS
 
 
 def make_optimizer(
-    spec: recipe.Optimizer, parameters: Iterable[torch.Tensor], noise_std: float
+    spec: recipe.Optimizer, parameters: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """Return the server-side optimizer that a recipe names."""
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, momentum=spec.momentum)
     if spec.name == "adam":
         return torch.optim.Adam(parameters, spec.learning_rate, betas=BETAS)
-    from dprlhf.policies.noise_aware_optimizers import NoiseCorrectedAdam, NormalizedSGD
+    from dprlhf.policies.normalized_sgd import NormalizedSGD
 
-    if spec.name == "normalized-sgd":
-        return NormalizedSGD(parameters, spec)
-    return NoiseCorrectedAdam(parameters, spec, noise_std)
+    return NormalizedSGD(parameters, spec)
 
 
 def ascend(
@@ -49,13 +47,6 @@ def set_learning_rate(
     """Set the learning rate of a round. No state is kept, so that a resumed run needs none."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(spec, t, rounds)
-
-
-def set_noise(optimizer: torch.optim.Optimizer, noise_std: float) -> None:
-    """Give ``NoiseCorrectedAdam`` the noise of the round in each coordinate; no state is kept."""
-    for group in optimizer.param_groups:
-        if "noise_std" in group:
-            group["noise_std"] = noise_std
 
 
 def learning_rate(spec: recipe.Optimizer, t: int, rounds: int) -> float:

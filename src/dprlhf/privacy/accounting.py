@@ -21,6 +21,7 @@ add-remove is for calculations (:func:`dprlhf.privacy.plan.check_promise`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +198,18 @@ def single_noise(mechanism: Mechanism) -> float:
     taken = mechanism.rounds if everywhere else mechanism.participations
     z = mechanism.noise_multiplier / math.sqrt(mechanism.releases_per_round * taken)
     return z / 2 if mechanism.adjacency == "replace-one" else z
+
+
+def covering_noise(mechanisms: Sequence[Mechanism]) -> float:
+    """Return the noise multiplier of the Gaussian release that costs as much as all these runs.
+
+    Each run is bounded by one Gaussian release; z⁻² of the composition is the sum of theirs.
+    """
+    noises = [single_noise(m) for m in mechanisms]
+    least = min(noises)  # divided out: the square of a tiny noise is no floating-point number
+    if math.isinf(least):
+        return math.inf
+    return least / math.sqrt(sum((least / z) ** 2 for z in noises))
 
 
 def _epsilon(mechanism: Mechanism, delta: float) -> tuple[float, float]:

@@ -21,21 +21,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon, single_noise
-from dprlhf.privacy.curves import (
-    POINTS,
-    SIDES,
-    Composed,
-    Curves,
-    Losses,
-    loss_distribution,
-    replace_one_epsilon,
-    widening,
-)
-from dprlhf.privacy.gaussian import (
-    gaussian_epsilon,
-    noise_too_small,
-)
+from dprlhf.privacy.accounting import Epsilon, Mechanism, covering_noise, epsilon
+from dprlhf.privacy.curves import SIDES, Curves, replace_one_epsilon
+from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
+from dprlhf.privacy.losses import POINTS, Composed, Losses, loss_distribution, widening
 from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
 
@@ -182,18 +171,6 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
         JOINT if not disjoint else "analytic Gaussian mechanism, composed over the runs",
         tuple(dict.fromkeys(a for cost in alone for a in cost.assumptions)),
     )
-
-
-def covering_noise(mechanisms: Sequence[Mechanism]) -> float:
-    """Return the noise multiplier of the Gaussian release that costs as much as all these runs.
-
-    Each run is bounded by one Gaussian release; z⁻² of the composition is the sum of theirs.
-    """
-    noises = [single_noise(m) for m in mechanisms]
-    least = min(noises)  # divided out: the square of a tiny noise is no floating-point number
-    if math.isinf(least):
-        return math.inf
-    return least / math.sqrt(sum((least / z) ** 2 for z in noises))
 
 
 def _epsilon_of(joint: dict[Side, Composed], delta: float, high: float) -> float:

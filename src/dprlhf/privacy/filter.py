@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Mechanism, single_noise
-from dprlhf.privacy.composition import CUT, covering_noise, factors_of, losses_of
-from dprlhf.privacy.curves import POINTS, SIDES, Losses
+from dprlhf.privacy.accounting import Mechanism, covering_noise, single_noise
+from dprlhf.privacy.composition import CUT, factors_of, losses_of
+from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier, noise_too_small
+from dprlhf.privacy.losses import POINTS, Losses
 from dprlhf.privacy.partitions.base import round_noise
 from dprlhf.privacy.random_allocation import Side
 

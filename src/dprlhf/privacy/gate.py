@@ -9,7 +9,6 @@ import torch
 
 from dprlhf.boundary import BoundedSum, Released, check_bounded
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.correlated_noise import UNITS, square_root
 from dprlhf.privacy.ledger import Entry, Ledger
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
@@ -73,6 +72,8 @@ class Gate:
         """Return row ``last`` of C⁻¹σξ, rounded row by row: the noise of that round, ``[d]``."""
         # Row t is n_t = round((σξ_t − Σ_k C[t, t−k] n_{t−k}) / C[t, t]) with the integers n of the
         # rows before it, an exact sum. A resumed run draws the rows before it again.
+        from dprlhf.privacy.correlated_noise import UNITS, square_root
+
         root = square_root(self.plan.rounds, self.plan.bands)
         for t in range(self._last, last):
             noise = torch.zeros(dimension, dtype=torch.int64, device="cpu")

@@ -22,7 +22,6 @@ from dprlhf.privacy.accounting import (
     Partition,
     equal_but_for_rounding,
 )
-from dprlhf.privacy.correlated_noise import noise_gain
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.partitions.base import PartitionSpec
@@ -98,6 +97,10 @@ class Plan:
 
     def noise_std_of(self, round_: int) -> float:
         """Return the standard deviation of a round's noise on the sum, zS but for correlation."""
+        if self.bands == 1:
+            return self.noise_std
+        from dprlhf.privacy.correlated_noise import noise_gain
+
         return self.noise_std * noise_gain(self.rounds, self.bands, round_)
 
     @property

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Mechanism
-from dprlhf.privacy.composition import covering_noise, joint_losses, sets_of_runs
+from dprlhf.privacy.accounting import Mechanism, covering_noise
 from dprlhf.privacy.curves import SIDES, Floats
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import round_noise
@@ -68,7 +67,11 @@ def risk(
         raise DprlhfError(f"people must be a whole number from 1 to 100, not {people}")
     if any(m.noise_multiplier == 0 for m in mechanisms):
         raise DprlhfError("a run without noise promises nothing: there is no risk to bound")
-    sets = sets_of_runs(mechanisms, shared, times)
+    sets = [list(mechanisms)]
+    if len(mechanisms) != 1 or sum(times or [1]) != 1:
+        from dprlhf.privacy.composition import sets_of_runs
+
+        sets = sets_of_runs(mechanisms, shared, times)
     found = [_together(tuple(together), delta, prior, people) for together in sets]
     rates = {name: max(one.tpr_at_fpr[name] for one in found) for name in found[0].tpr_at_fpr}
     guess, at_prior, mu = (
@@ -145,6 +148,8 @@ def _curve(
     if len(runs) == 1 and spec.losses is not None:  # ε has the same, and they take a second
         joint = spec.losses(first)
     else:
+        from dprlhf.privacy.composition import joint_losses
+
         joint = joint_losses(runs, {m: pair for m, pair in pairs.items() if pair}, delta)
     high = gaussian_epsilon(noise, delta)
     return (

@@ -3,6 +3,7 @@
 An unknown key or a bad value is refused before anything is loaded, with the nearest known key.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.recipe.adapters import ADAPTERS
@@ -26,7 +27,6 @@ from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.loading import (
     AnyRecipe,
     dump_recipe,
-    known_keys,
     load_any_recipe,
     load_recipe,
     make_recipe,
@@ -53,11 +53,11 @@ from dprlhf.recipe.updates import (
     REBEL,
     UPDATE_SETTINGS,
     Update,
-    UpdatePlugin,
-    update_plugin,
 )
 
 if TYPE_CHECKING:
+    from dprlhf.recipe.plugins import UpdatePlugin, update_plugin
+    from dprlhf.recipe.refusals import known_keys
     from dprlhf.recipe.supervised import (
         STAGES,
         DPORecipe,
@@ -122,9 +122,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: a run of private updates needs no supervised stage.
-    if name != "STAGES" and not name.endswith("Recipe"):
+    # Loaded on first use: a run of an update of this package needs none of them.
+    home = "supervised" if name == "STAGES" or name.endswith("Recipe") else _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module 'dprlhf.recipe' has no attribute {name!r}")
-    from dprlhf.recipe import supervised
+    return getattr(importlib.import_module(f"dprlhf.recipe.{home}"), name)
 
-    return getattr(supervised, name)
+
+_HOMES = {"UpdatePlugin": "plugins", "update_plugin": "plugins", "known_keys": "refusals"}

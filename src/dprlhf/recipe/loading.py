@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dprlhf.errors import REMOVED, DprlhfError, nearest, one_line
-from dprlhf.recipe.private_update import PrivateUpdate
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.recipe.rl import Recipe
-from dprlhf.recipe.updates import UPDATE_SETTINGS
 
 if typing.TYPE_CHECKING:
     from dprlhf.recipe.supervised import StageRecipe
@@ -23,9 +20,6 @@ R = typing.TypeVar("R", bound=BaseModel)
 
 AnyRecipe: typing.TypeAlias = "Recipe | StageRecipe"
 """The recipe of a run of private updates, or of a supervised stage before it."""
-
-_LONGEST = 80
-"""Characters of an offending value that an error quotes."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -114,7 +108,9 @@ def recipe_from(
 
     if stage not in list(STAGES):  # a list has no hash
         names = ", ".join(STAGES)
-        raise DprlhfError(f"{source}: {_refused('stage', f'it is one of {names}', stage, names)}")
+        from dprlhf.recipe.refusals import refused
+
+        raise DprlhfError(f"{source}: {refused('stage', f'it is one of {names}', stage, names)}")
     return _make(STAGES[stage], settings, source)
 
 
@@ -127,7 +123,9 @@ def _make(kind: type[R], settings: Mapping[str, Any], source: str) -> R:
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        raise DprlhfError(f"{source}: {_explain(error, kind)}") from None
+        from dprlhf.recipe.refusals import explain
+
+        raise DprlhfError(f"{source}: {explain(error, kind)}") from None
 
 
 def dump_recipe(recipe: AnyRecipe) -> str:
@@ -153,84 +151,3 @@ def _parse(text: str, override: str) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
-    problems = error.errors()
-    # A misspelt required key is missing and unknown at once; the second says more.
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    location = [str(part) for part in first["loc"]]
-    key = ".".join(location) or "recipe"
-    if first["type"] == "extra_forbidden":
-        named = ".".join(part for part in location if not part.isdecimal())
-        if instead := REMOVED.get(named) or REMOVED.get(location[-1]):
-            return f"'{key}' is gone: {instead}"
-        like = f"data.{location[-1]}"
-        if key.endswith(f".{like}") and like in known_keys(kind):
-            return f"'{key}' is no setting: public rows are read as the users' are, by {like}"
-        near = _nearest_key(location, kind)
-        if near == key:
-            section = location[0]
-            return f"'{key}' is not a setting of this {section}: another {section}.name has it"
-        return f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "")
-    if first["type"] == "missing":
-        return f"'{key}' is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    given = first.get("input")
-    if isinstance(given, dict | list | BaseModel):
-        return f"{key}: {message}"
-    return _refused(key, message, given, first.get("ctx", {}).get("expected", ""))
-
-
-def _refused(key: str, message: str, given: Any, choices: Any) -> str:
-    if hasattr(given, "save_pretrained"):
-        return (
-            f"{key}: give a hub id or a folder, not a {type(given).__name__}: save it first with"
-            " save_pretrained (a model together with its tokenizer)"
-        )
-    listed = [word.strip("' ") for word in str(choices).replace(" or ", ",").split(",")]
-    shown = _shown(given)
-    near = nearest(shown.strip("'"), listed)
-    return f"{key}: {message}, not {shown}" + (f"; did you mean {near!r}?" if near else "")
-
-
-def _shown(given: Any) -> str:
-    """Return a value in one line; only the type of what is neither text nor a number."""
-    if not isinstance(given, str | int | float | None):
-        return f"a {type(given).__name__}"
-    shown = repr(given)
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
-
-
-def _nearest_key(location: list[str], kind: type[BaseModel]) -> str | None:
-    """Return the most similar key of the same section, else of any section."""
-    *section, last = location
-    plain = [part for part in section if not part.isdecimal()]
-    known = [key.split(".") for key in known_keys(kind)]
-    siblings = [key[-1] for key in known if key[:-1] == plain]
-    anywhere = {key[-1]: ".".join(key) for key in reversed(known)}
-    if last in anywhere:
-        return anywhere[last]
-    if near := nearest(last, siblings):
-        return ".".join([*section, near])
-    near = nearest(last, anywhere)
-    return anywhere[near] if near else None
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """List all keys of a recipe as ``section.key``, with those of every update."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for part in models_in(field.annotation):
-            yield from known_keys(part, f"{prefix}{name}.")
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """List the settings classes that a key's value can have; for ``update``, all of them."""
-    if annotation is PrivateUpdate:
-        yield from UPDATE_SETTINGS.values()
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif typing.get_origin(annotation) in (types.UnionType, typing.Union, Annotated, list, dict):
-        for part in typing.get_args(annotation):
-            yield from models_in(part)

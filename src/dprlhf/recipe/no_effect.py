@@ -22,7 +22,7 @@ def without_effect(recipe: AnyRecipe) -> list[str]:
 
 def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
     optimizer = recipe.optimizer
-    if optimizer.name in ("adam", "adam-corrected") and changed(optimizer, "momentum"):
+    if optimizer.name == "adam" and changed(optimizer, "momentum"):
         yield "optimizer.momentum", f"with optimizer.name {optimizer.name}, which has its own"
     data = recipe.data
     if data.user_column is None and changed(data, "max_prompts_per_user"):

@@ -209,8 +209,7 @@ class Optimizer(Settings):
 
     Attributes:
         name: ``sgd``; ``normalized-sgd``: SGD whose step has a fixed length along the momentum
-            (arXiv 2002.03305); ``adam``; or ``adam-corrected``: Adam with the public variance of
-            the noise subtracted from its second moment (DP-AdamBC, arXiv 2312.14334).
+            (arXiv 2002.03305); or ``adam``.
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
@@ -219,7 +218,7 @@ class Optimizer(Settings):
         warmup: Share of the rounds in which the learning rate first rises linearly.
     """
 
-    name: Literal["sgd", "normalized-sgd", "adam", "adam-corrected"] = "adam"
+    name: Literal["sgd", "normalized-sgd", "adam"] = "adam"
     learning_rate: PositiveFloat = 0.02
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
 

@@ -48,17 +48,12 @@ class Subspace(Settings):
             )
         return self
 
-    def check(self, *, public_rows: bool, optimizer: str, bands: int, rounds: int) -> None:
+    def check(self, *, public_rows: bool, bands: int, rounds: int) -> None:
         """Refuse a recipe whose other sections do not work with directions from public rows."""
         if self.data is None and not public_rows:
             raise ValueError(
                 "update.subspace needs public rows: give update.subspace.data, or evaluation with"
                 " more rows than evaluation.prompts"
-            )
-        if optimizer == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected takes the noise of every parameter to be the same,"
-                " which it is not with update.subspace: write adam or sgd"
             )
         if bands > 1 and self.refresh < rounds:
             raise ValueError(

@@ -148,7 +148,6 @@ class StageRecipe(Settings):
         if subspace is not None:
             subspace.check(
                 public_rows=self.evaluation is not None,
-                optimizer=self.optimizer.name,
                 bands=self.privacy.bands,
                 rounds=self.rounds,
             )

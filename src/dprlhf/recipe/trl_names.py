@@ -79,7 +79,7 @@ INSTEAD = {
     "reward_model_name_or_path": "write rewards.0.classifier=… and rewards.0.label=…",
     "reward_weights": "write rewards.0.weight=…",
     "max_grad_norm": "write update.clip_norm=…: it clips each user, not the sum",
-    "optim": "write optimizer.name=sgd, normalized-sgd, adam or adam-corrected",
+    "optim": "write optimizer.name=sgd, normalized-sgd or adam",
     "adam_beta1": "it is 0.9",
     "adam_beta2": "it is 0.9, since a slower average learns little in few rounds",
     "adam_epsilon": "Adam's epsilon is 1e-8",

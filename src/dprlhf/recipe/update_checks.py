@@ -13,17 +13,11 @@ from dprlhf.recipe.updates import UPDATE_SETTINGS
 
 def check_update(update: PrivateUpdate, recipe: Sections) -> None:
     """Refuse a recipe whose other sections do not work with its update."""
-    if update.least_squares is not None:
-        if update.clip_norm == float("inf"):
-            raise ValueError(
-                "update.clip_norm bounds the features of the regression: give a finite one, also"
-                " with privacy.epsilon .inf"
-            )
-        if recipe.optimizer.name == "adam-corrected":
-            raise ValueError(
-                "optimizer.name: adam-corrected needs the noise of a released gradient, and"
-                f" update.name {update.name} steps along a regression's solution: write sgd"
-            )
+    if update.least_squares is not None and update.clip_norm == float("inf"):
+        raise ValueError(
+            "update.clip_norm bounds the features of the regression: give a finite one, also"
+            " with privacy.epsilon .inf"
+        )
     if update.subspace is not None:
         if update.least_squares is not None:
             raise ValueError(
@@ -32,7 +26,6 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             )
         update.subspace.check(
             public_rows=recipe.evaluation is not None,
-            optimizer=recipe.optimizer.name,
             bands=recipe.privacy.bands,
             rounds=recipe.rounds,
         )

@@ -3,14 +3,12 @@
 A settings class also states what the rest of the project has to know about its update: how many
 noised sums a round releases, what they are, and which other settings it works with. To add an
 update, write a subclass of :class:`PrivateUpdate` here and add it to ``UPDATE_SETTINGS``; a package
-of its own offers one as an entry point (:class:`UpdatePlugin`).
+of its own offers one as an entry point (:mod:`dprlhf.recipe.plugins`).
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -22,12 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dprlhf.errors import DprlhfError, nearest, one_line
 from dprlhf.recipe.base import PositiveFloat, PositiveInt
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
-
-ENTRY_POINT_GROUP = "dprlhf.updates"
-"""The entry-point group of updates in other packages; each names an :class:`UpdatePlugin`."""
 
 
 class _Score(PrivateUpdate):
@@ -242,82 +236,23 @@ UPDATE_SETTINGS: dict[str, type[PrivateUpdate]] = {
 """The settings class of each update of this package, by its name in a recipe."""
 
 
-@dataclass(frozen=True)
-class UpdatePlugin:
-    """An update of another package: the object that an entry point of ``dprlhf.updates`` names.
-
-    Attributes:
-        settings: A subclass of :class:`PrivateUpdate`, which validates the recipe's section and
-            states how many noised sums a round releases.
-        function: The update: a function of the :class:`~dprlhf.updates.PrivateRound` and of the
-            settings. It reaches the users through the round alone, as the updates of this package
-            do: the round clips, the gate adds the noise and charges the ledger.
-    """
-
-    settings: type[PrivateUpdate]
-    function: Callable[[Any, Any], None]
-
-
-def update_plugin(name: str) -> UpdatePlugin:
-    """Load the update that an installed package offers under a name.
-
-    Raises:
-        DprlhfError: No package or more than one offers it, or it cannot be imported.
-        ValueError: It is not an :class:`UpdatePlugin`.
-    """
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    sources = sorted({point.value for point in points if point.name == name})
-    if not sources:
-        known = _plugin_names()
-        near = nearest(name, known)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise DprlhfError(
-            f"no installed package offers the update plugin {name!r}; "
-            f"{hint}installed plugins: {', '.join(known) or 'none'}"
-        )
-    if len(sources) > 1:
-        raise DprlhfError(
-            f"several packages offer the update plugin {name!r} ({', '.join(sources)}): uninstall"
-            " all but one"
-        )
-    try:
-        plugin = next(point for point in points if point.name == name).load()
-    except (Exception, SystemExit) as problem:
-        message = one_line(problem, None)
-        shown = f"{type(problem).__name__}: {message}" if message else type(problem).__name__
-        raise DprlhfError(
-            f"the update plugin {name!r} ({sources[0]}) cannot be loaded: {shown}"
-        ) from problem
-    if not isinstance(plugin, UpdatePlugin) or not issubclass(plugin.settings, PrivateUpdate):
-        raise ValueError(
-            f"the update plugin {name!r} is no dprlhf.recipe.UpdatePlugin(settings, function) whose"
-            " settings are a subclass of dprlhf.recipe.PrivateUpdate"
-        )
-    return plugin
-
-
-def _plugin_names() -> list[str]:
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return sorted({point.name for point in points})
-
-
 def _of_its_class(value: Any) -> Any:
     """Validate the section ``update`` by the settings class that its name stands for."""
     if not isinstance(value, Mapping):
         return value
     name = value.get("name", "pg")
     if isinstance(name, str) and name in UPDATE_SETTINGS:
-        settings = UPDATE_SETTINGS[name]
-    elif name in (offered := _plugin_names()):
-        settings = update_plugin(name).settings
-    else:
+        return UPDATE_SETTINGS[name].model_validate(value)
+    from dprlhf.recipe.plugins import plugin_names, update_plugin
+
+    if name not in (offered := plugin_names()):
         names = ", ".join(repr(known) for known in (*UPDATE_SETTINGS, *offered))
         expected = {"expected": names}
         wrong = PydanticCustomError("update_name", "Input should be {expected}", expected)
         raise ValidationError.from_exception_data(
             "update", [{"type": wrong, "loc": ("name",), "input": name}]
         )
-    return settings.model_validate(value)
+    return update_plugin(name).settings.model_validate(value)
 
 
 Update = Annotated[SerializeAsAny[PrivateUpdate], BeforeValidator(_of_its_class)]

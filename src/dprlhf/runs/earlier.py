@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism
+from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
@@ -240,6 +240,8 @@ def _total(
     delta: float,
 ) -> Epsilon:
     """Return the total ε, which a run's opening, its card and its report all ask for."""
+    if len(mechanisms) == 1 == times[0]:
+        return epsilon(mechanisms[0], delta)
     from dprlhf.privacy.composition import total_epsilon
 
     return total_epsilon(mechanisms, delta, shared, times)

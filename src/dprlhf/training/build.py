@@ -219,7 +219,6 @@ def open_run(
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
             plan, settings = prepared.plan, stage.recipe.optimizer
-            noise = plan.noise_std / plan.expected_batch_size  # of a coordinate of the mean
             yield Run(
                 **vars(prepared) | {"recipe": stage.recipe},
                 stage=stage,
@@ -227,7 +226,7 @@ def open_run(
                 folder=folder,
                 key=key,
                 allocation=allocate(plan, key),
-                optimizer=make_optimizer(settings, policy.parameters.values(), noise),
+                optimizer=make_optimizer(settings, policy.parameters.values()),
                 gate=gate,
                 progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
                 callbacks=[*trackers, *told],

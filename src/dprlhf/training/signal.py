@@ -68,7 +68,7 @@ def measure_signal(
 
 
 def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores: Scores) -> Signal:
-    optimizer = make_optimizer(recipe.optimizer, policy.parameters.values(), 0.0)
+    optimizer = make_optimizer(recipe.optimizer, policy.parameters.values())
     vectors = public_gradients(
         policy,
         responses,

@@ -17,7 +17,7 @@ from typing import Any
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
-from dprlhf.policies.optimizers import set_learning_rate, set_noise
+from dprlhf.policies.optimizers import set_learning_rate
 from dprlhf.privacy.file_times import first_day
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe import AnyRecipe, Recipe, dump_recipe
@@ -61,7 +61,6 @@ def run_rounds(run: Run) -> None:
             users = users_of_round(run, t)
             release = gate_for_round(run, t, interrupt)
             set_learning_rate(run.optimizer, run.recipe.optimizer, t, run.plan.rounds)
-            set_noise(run.optimizer, run.plan.noise_std_of(t) / run.plan.expected_batch_size)
             with without_warnings():
                 outcome = run.stage.update(
                     run, Batch(t, users, release, bar, interrupt.checked(bar.tick))

@@ -37,7 +37,7 @@ def _times(key: str, *factors: float) -> Values:
     return Values(lambda r: sorted({max(1, round(f * value_at(r, key))) for f in factors}))
 
 
-RATES = {"sgd": 1.0, "normalized-sgd": 0.3, "adam": 0.02, "adam-corrected": 0.02}
+RATES = {"sgd": 1.0, "normalized-sgd": 0.3, "adam": 0.02}
 """Middle of the range of learning rates of an optimizer that is not the recipe's own."""
 
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dprlhf.recipe import PrivateUpdate, update_plugin
+from dprlhf.recipe import PrivateUpdate
 from dprlhf.updates.round import PrivateRound
 
 UpdateFunction = Callable[[PrivateRound, Any], None]
@@ -39,7 +39,11 @@ UPDATES = _Updates()
 
 def find_update(spec: PrivateUpdate) -> UpdateFunction:
     """Return the function of the update that a recipe names, of this package or of a plug-in."""
-    return UPDATES[spec.name] if spec.name in _FUNCTIONS else update_plugin(spec.name).function
+    if spec.name in _FUNCTIONS:
+        return UPDATES[spec.name]
+    from dprlhf.recipe import update_plugin
+
+    return update_plugin(spec.name).function
 
 
 __all__ = ["UPDATES", "PrivateRound", "UpdateFunction", "find_update"]

@@ -52,7 +52,7 @@ def train(
     plan = plan_of(recipe)
     allocation = allocate(plan, key)
     theta = torch.from_numpy(policy.initial(np.random.default_rng((seed, 1)))).requires_grad_()
-    optimizer = make_optimizer(recipe.optimizer, [theta], plan.noise_std / plan.expected_batch_size)
+    optimizer = make_optimizer(recipe.optimizer, [theta])
     memory: dict[str, float] = {}
     leak: dict[str, Private[Any]] = {}
     with (

@@ -11,7 +11,7 @@ import functools
 import importlib
 from typing import Any, Literal
 
-__all__ = ["Partition", "all_partitions", "partition_named"]
+__all__ = ["Partition", "all_partitions", "correlated_partition", "partition_named"]
 
 Partition = Literal["random-allocation", "fixed", "stream", "poisson"]
 """How users are spread over rounds: each draws its own secret round; disjoint batches of a fixed
@@ -26,10 +26,24 @@ _HOMES: dict[Partition, str] = {
 }
 
 
+_CORRELATED: dict[Partition, str] = {"random-allocation": "correlated.CORRELATED"}
+"""Partitions whose accountant is another where noise is correlated between rounds."""
+
+
 @functools.cache
 def partition_named(name: Partition) -> Any:
     """Load a partition's ``PartitionSpec``; the command line needs the names alone."""
-    module, _, constant = _HOMES[name].partition(".")
+    return _spec_at(_HOMES[name])
+
+
+@functools.cache
+def correlated_partition(name: Partition) -> Any:
+    """Load a partition's spec for correlated noise; None where no accountant knows it."""
+    return _spec_at(_CORRELATED[name]) if name in _CORRELATED else None
+
+
+def _spec_at(home: str) -> Any:
+    module, _, constant = home.partition(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), constant)
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.curves import Composed
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon
-from dprlhf.privacy.partitions import Partition, partition_named
+from dprlhf.privacy.partitions import Partition, correlated_partition, partition_named
 from dprlhf.privacy.random_allocation import Side
 from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency, check_adjacency
+
+if TYPE_CHECKING:
+    from dprlhf.privacy.losses import Composed
 
 Array = NDArray[np.float64]
 
@@ -98,12 +100,13 @@ class Mechanism:
         spec: PartitionSpec = partition_named(self.partition)
         if self.bands == 1 or spec.disjoint:
             return spec
-        if spec.correlated is None:
+        correlated: PartitionSpec | None = correlated_partition(self.partition)
+        if correlated is None:
             raise DprlhfError(
                 f"privacy.bands: partition {self.partition} does not carry correlated noise; use"
                 " random-allocation, fixed or stream, or bands 1"
             )
-        return spec.correlated
+        return correlated
 
     def with_noise(self, noise_multiplier: float) -> Mechanism:
         """Return the same mechanism with another noise multiplier."""
@@ -179,8 +182,6 @@ class PartitionSpec:
         noise: ``noise(terms, epsilon, delta, high)`` proposes a noise multiplier below ``high``
             for an ε, which is then put through ``epsilon``; None to find it by way of ``delta``.
         least_delta: The least δ that a run may have; below it the bounds are those of one Gaussian.
-        correlated: The same draw with the accountant for noise that is correlated between rounds;
-            None where there is none. Disjoint batches need no other accountant.
     """
 
     accountant: str
@@ -200,7 +201,6 @@ class PartitionSpec:
     independent_rounds: bool = False
     noise: Callable[[Mechanism, float, float, float], float] | None = None
     least_delta: float = 0.0
-    correlated: PartitionSpec | None = None
 
 
 def round_noise(terms: Mechanism) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.curves import SIDES, Composed, loss_distribution, widening
+from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import (
     find_root,
     gaussian_delta,
@@ -23,6 +23,7 @@ from dprlhf.privacy.gaussian import (
     gaussian_epsilon,
     noise_too_small,
 )
+from dprlhf.privacy.losses import Composed, loss_distribution, widening
 from dprlhf.privacy.partitions.base import (
     Allocation,
     Array,

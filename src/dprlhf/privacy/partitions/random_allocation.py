@@ -1,50 +1,39 @@
 """Random allocation: each user draws its own secret round, uniformly and independently.
 
 With k participations, the rounds are k blocks of T/k, and a user draws one round from each. The
-curve of one block is that of :mod:`dprlhf.privacy.random_allocation`; k blocks are composed by
-their privacy loss distributions.
+curve of one block is that of :mod:`dprlhf.privacy.random_allocation`; several are composed by
+:mod:`dprlhf.privacy.composed_allocation`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation as block
-from dprlhf.privacy.curves import (
-    POINTS,
-    SIDES,
-    Composed,
-    Curves,
-    loss_distribution,
-    replace_one_delta,
-    replace_one_epsilon,
-    widening,
-)
+from dprlhf.privacy.curves import SIDES, Curves, replace_one_delta, replace_one_epsilon
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
-    ONE_RELEASE,
     Allocation,
     Array,
     Mechanism,
     Pair,
     PartitionSpec,
     Stream,
-    gaussian_pair,
     one_round_each,
     round_noise,
 )
 from dprlhf.privacy.random_allocation import Side
 
-_TAIL = 1e-20
-"""Probability of losses beyond the grid, over all passes; they count as infinite."""
+if TYPE_CHECKING:
+    from dprlhf.privacy.losses import Composed
 
 
-def _check(terms: Mechanism) -> None:
+def check(terms: Mechanism) -> None:
+    """Refuse rounds that are no multiple of the participations."""
     if terms.rounds % terms.participations:
         raise DprlhfError(
             f"rounds {terms.rounds} must be a multiple of participations "
@@ -76,25 +65,27 @@ def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, floa
     once = block.epsilon(z, slots, delta, "remove")
     lower = block.epsilon_lower(z, slots, delta, once)
     if terms.adjacency == "replace-one":
+        from dprlhf.privacy import composed_allocation as composed
         from dprlhf.privacy import replaced_allocation as replaced
 
         zero_out, upper = upper, replace_one_epsilon(curves, delta)
         if terms.participations == 1:
             upper = replaced.epsilon(z, slots, delta, zero_out, upper)
         elif not noise_too_small(z, delta):
-            upper = min(upper, _replaced_blocks(terms, rough=False).epsilon(delta, single))
+            upper = min(upper, composed.replaced_blocks(terms, rough=False).epsilon(delta, single))
     return upper, lower
 
 
 def _delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
     if terms.adjacency == "replace-one":
+        from dprlhf.privacy import composed_allocation as composed
         from dprlhf.privacy import replaced_allocation as replaced
 
         z, direct = round_noise(terms), 1.0
         if terms.participations == 1:
             direct = replaced.delta(z, _slots(terms), epsilon, rough)
         elif not noise_too_small(z, 1e-9):
-            direct = _replaced_blocks(terms, rough).delta(epsilon)
+            direct = composed.replaced_blocks(terms, rough).delta(epsilon)
         if rough and direct < 1:
             return direct
         return min(direct, replace_one_delta(_curves(terms, None, rough), epsilon, rough))
@@ -122,6 +113,8 @@ def _curves(terms: Mechanism, delta: float | None, rough: bool) -> Curves:
             lambda e, side, rough: gaussian_delta(single, e),
             lambda d, side: gaussian_epsilon(single, d),
         )
+    from dprlhf.privacy.composed_allocation import compose_blocks
+
     losses = compose_blocks(z, slots, times, rough)
     return Curves(
         lambda e, side, rough: losses[side].delta(e),
@@ -129,39 +122,13 @@ def _curves(terms: Mechanism, delta: float | None, rough: bool) -> Curves:
     )
 
 
-@functools.lru_cache(8)  # a run's ε and its risk ask for the same
-def compose_blocks(z: float, slots: int, times: int, rough: bool) -> dict[Side, Composed]:
-    """Return pessimistic loss distributions of ``times`` one-out-of-``slots`` allocations."""
-    points = POINTS / 5 if rough else POINTS
-    reach = {side: block.epsilon(z, slots, _TAIL / times, side) for side in SIDES}
-    step = max(max(reach.values()), 1e-6) / points
-    places = {side: widening(math.ceil(reach[side] / step)) for side in SIDES}
-    curve = {
-        side: np.array([block.delta(z, slots, i * step, side, block.MEDIUM) for i in at])
-        for side, at in places.items()
-    }
-    most = max(places.values(), key=len)
-    return {
-        side: Composed(((loss_distribution(step, curve[side], curve[other], most), times),))
-        for side, other in (SIDES, SIDES[::-1])
-    }
-
-
-@functools.lru_cache(8)
-def _replaced_blocks(terms: Mechanism, rough: bool) -> Composed:
-    """Return a pessimistic loss distribution of the run for a user replaced by another."""
-    points = POINTS // 5 if rough else POINTS
-    tail = _TAIL / terms.participations
-    step = max(_replaced_reach(terms, tail, "remove"), 1e-6) / points
-    places = widening(points)
-    curve = _replaced_curve(terms, step * places, "remove")
-    return Composed(((loss_distribution(step, curve, curve, places), terms.participations),))
-
-
 def _losses(terms: Mechanism) -> dict[Side, Composed]:
+    from dprlhf.privacy import composed_allocation as composed
+
     if terms.adjacency == "replace-one":
-        return dict.fromkeys(SIDES, _replaced_blocks(terms, rough=False))
-    return compose_blocks(round_noise(terms), _slots(terms), terms.participations, rough=False)
+        return dict.fromkeys(SIDES, composed.replaced_blocks(terms, rough=False))
+    z, slots = round_noise(terms), _slots(terms)
+    return composed.compose_blocks(z, slots, terms.participations, rough=False)
 
 
 def _replaced_curve(terms: Mechanism, epsilons: Any, side: Side) -> Array:
@@ -187,72 +154,16 @@ def _reach(terms: Mechanism, tail: float, side: Side) -> float:
     return block.epsilon(round_noise(terms), _slots(terms), tail, side)
 
 
-def _check_correlated(terms: Mechanism) -> None:
-    from dprlhf.privacy import correlated_allocation as correlated
-
-    _check(terms)
-    if terms.participations > 1:
-        raise DprlhfError(
-            "privacy.bands: correlated noise on random allocation is accounted for one"
-            f" participation, not {terms.participations}; use participations 1, or bands 1"
-        )
-    if terms.releases_per_round > 1:
-        raise DprlhfError(ONE_RELEASE)
-    if terms.adjacency == "replace-one":
-        raise DprlhfError(
-            "privacy.bands: correlated noise on random allocation is accounted for zero-out, not"
-            " for replace-one; use adjacency zero-out, partition fixed, or bands 1"
-        )
-    if terms.rounds > correlated.LARGEST_ROUNDS:
-        raise DprlhfError(
-            "privacy.bands: correlated noise on random allocation is accounted for up to"
-            f" {correlated.LARGEST_ROUNDS} rounds, not {terms.rounds}; use fewer rounds, partition"
-            " fixed, or bands 1"
-        )
-
-
-def _correlated_epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, float]:
-    from dprlhf.privacy import correlated_allocation as correlated
-
-    return correlated.epsilon(terms.noise_multiplier, terms.rounds, terms.bands, delta)
-
-
-def _correlated_delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> float:
-    from dprlhf.privacy import correlated_allocation as correlated
-
-    return correlated.delta(terms.noise_multiplier, terms.rounds, terms.bands, epsilon, rough)
-
-
-def _correlated_noise(terms: Mechanism, epsilon: float, delta: float, high: float) -> float:
-    from dprlhf.privacy import correlated_allocation as correlated
-
-    return correlated.noise(terms.rounds, terms.bands, epsilon, delta, high)
-
-
-_ASSUMPTION = (
+ASSUMPTION = (
     "each user draws its rounds uniformly and independently of all others, and the draw "
     "stays secret"
-)
-
-_CORRELATED = PartitionSpec(
-    accountant="correlated noise on random allocation (dominating pair of arXiv 2410.06266), Monte "
-    "Carlo with an empirical Bernstein bound; 2^-50 of delta pays for its probability of error",
-    assumption=_ASSUMPTION,
-    check=_check_correlated,
-    draw=draw,
-    epsilon=_correlated_epsilon,
-    delta=_correlated_delta,
-    pair=gaussian_pair(1.0),  # it bounds both sides (proof note, step 5)
-    noise=_correlated_noise,
-    least_delta=2.0**-40,
-    log_likelihood=one_round_each,
 )
 
 RANDOM_ALLOCATION = PartitionSpec(
     accountant="random allocation of the Gaussian mechanism (arXiv 2502.08202, Theorem 3.1), "
     "rigorous bounds on both privacy curves",
-    assumption=_ASSUMPTION,
-    check=_check,
+    assumption=ASSUMPTION,
+    check=check,
     draw=draw,
     epsilon=_epsilon,
     delta=_delta,
@@ -261,6 +172,5 @@ RANDOM_ALLOCATION = PartitionSpec(
     log_likelihood=one_round_each,
     factors=lambda terms: terms.participations,
     losses=_losses,
-    correlated=_CORRELATED,
 )
 """Each user draws its round uniformly from 1..T; k participations, one in each block."""
