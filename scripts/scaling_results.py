@@ -90,14 +90,15 @@ def write_prompts(users: int, folder: str) -> None:
 def grouping(users: int, folder: str) -> dict[str, float]:
     import datasets
 
-    from dprlhf.data.users import Users, _codes
+    from dprlhf.data.names import user_codes
+    from dprlhf.data.users import Users
     from dprlhf.recipe import Data
 
     rows = datasets.load_from_disk(f"{folder}/rows")
     data = Data(path="rows", user_column="user")
     found = measure(lambda: Users(rows, data))
     # Arrow's memory is free again when the names are numbers, before the rest is taken.
-    found["peak"] = max(measure(lambda: _codes(rows, data))["peak"], found["python_peak"])
+    found["peak"] = max(measure(lambda: user_codes(rows, data))["peak"], found["python_peak"])
     made = Users(rows, data)
     start = time.process_time()
     made.digest()

@@ -2,7 +2,7 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 EXITS = (KeyboardInterrupt, SystemExit)
@@ -27,6 +27,14 @@ class MissingPathError(DprlhfError):
 
 class InterruptedRunError(KeyboardInterrupt):
     """Ctrl-C at a safe point of a run; the message says how to continue."""
+
+
+class BrokenLinesError(Exception):
+    """Lines of a file cannot be read."""
+
+    def __init__(self, lines: Sequence[int], why: str) -> None:
+        super().__init__(why)
+        self.lines, self.why = lines, why
 
 
 def missing_path(said: str, path: str) -> DprlhfError:

@@ -25,8 +25,9 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
 from dprlhf.data.messages import last_text, text_of
+from dprlhf.data.names import names_as_written
 from dprlhf.data.public import check_form, prompts_in
-from dprlhf.data.spelling import DEPTH, names_as_written, written
+from dprlhf.data.spelling import DEPTH, written
 from dprlhf.data.users import Prompts, Users
 from dprlhf.recipe import Data
 

@@ -14,16 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf import recipe
-from dprlhf.data.file_formats import (
-    FORMATS,
-    BrokenLinesError,
-    own_cache,
-    read_csv,
-    read_json,
-    read_lines,
-    with_conversations,
-)
-from dprlhf.errors import DprlhfError, missing_path, one_line
+from dprlhf.data.file_formats import FORMATS, own_cache, with_conversations
+from dprlhf.errors import BrokenLinesError, DprlhfError, missing_path, one_line
 from dprlhf.hub import check_connection, split_revision
 
 _SHOWN = 5
@@ -104,7 +96,7 @@ def _read(path: str, spec: recipe.Data) -> Any:
                 return _read_file(file, spec)
         builder = datasets.load_dataset_builder(str(place), spec.name, cache_dir=own_cache())
         if builder.name in _WITHOUT_TYPES:
-            return _read_whole(builder, spec)
+            return _read_split(builder, spec)
         return datasets.load_dataset(str(place), spec.name, split=spec.split, cache_dir=own_cache())
     if place.suffix in FORMATS:
         if not place.is_file():
@@ -125,7 +117,7 @@ def _read(path: str, spec: recipe.Data) -> Any:
     rows = datasets.load_dataset(path, spec.name, split=spec.split, revision=revision)
     if rows.info.builder_name not in _WITHOUT_TYPES:
         return rows
-    return _read_whole(datasets.load_dataset_builder(path, spec.name, revision=revision), spec)
+    return _read_split(datasets.load_dataset_builder(path, spec.name, revision=revision), spec)
 
 
 _WITHOUT_TYPES = ("csv", "json", "text")
@@ -137,48 +129,10 @@ def _texts(spec: recipe.Data) -> set[str]:
     return {spec.prompt_column, spec.user_column or spec.prompt_column}
 
 
-def _read_whole(builder: Any, spec: recipe.Data) -> Any:
-    """Read the files of a folder or of a dataset on the hub as those of one's own are read."""
-    import datasets
+def _read_split(builder: Any, spec: recipe.Data) -> Any:
+    from dprlhf.data.splits import read_split
 
-    config = builder.config
-    apart = getattr(config, "field", None) or getattr(config, "sample_by", "line") != "line"
-    if not config.data_files or apart:
-        raise DprlhfError(
-            f"data {spec.path!r}: its files are not at hand, have their rows under a key, or are"
-            " texts of several lines: give a folder with the files, or Parquet"
-        )
-    fetch = datasets.DownloadManager(
-        download_config=datasets.DownloadConfig(cache_dir=own_cache())
-    ).download_and_extract
-    splits = {}
-    for split, files in builder.config.data_files.items():
-        local = [str(file) for file in fetch(list(files))]
-        if builder.name == "json":
-            splits[str(split)] = read_json(local, _texts(spec))
-        elif builder.name == "text":
-            splits[str(split)] = read_lines(local, _texts(spec))
-        else:
-            options = builder.config.pd_read_csv_kwargs
-            usual = type(builder.config)().pd_read_csv_kwargs
-            other = sorted(
-                k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS
-            )
-            if other:
-                raise DprlhfError(
-                    f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is"
-                    " not known here: give Parquet"
-                )
-            own = {ours: options[k] for k, ours in _CSV_OPTIONS.items() if k in options}
-            splits[str(split)] = read_csv(local, _texts(spec), **own)
-    chosen = datasets.ReadInstruction.from_spec(spec.split).to_absolute(
-        {split: len(rows) for split, rows in splits.items()}
-    )
-    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
-    return datasets.concatenate_datasets(parts)
-
-
-_CSV_OPTIONS = {"sep": "delimiter", "quotechar": "quotechar"}
+    return read_split(builder, spec, _texts(spec))
 
 
 def _read_file(file: Path, spec: recipe.Data) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from dprlhf.data.file_formats import FORMATS, MESSAGES, BrokenLinesError, conversation_in, lines_of
+from dprlhf.data.file_formats import FORMATS, MESSAGES, lines_of
 from dprlhf.data.in_memory import rows_of
+from dprlhf.data.json_text import conversation_in
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import BrokenLinesError, DprlhfError
 from dprlhf.recipe import AnyRecipe, Data
 
 HELD_OUT = 64

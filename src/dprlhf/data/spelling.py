@@ -11,17 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dprlhf.data.messages import text_of
-
-SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
-    map(chr, range(0x2000, 0x200B))
-)
-"""The characters that ``str.strip`` removes."""
-
 
 DEPTH = 64
 """Most lists and mappings in one another that a value may have."""
@@ -30,14 +22,14 @@ ENTRIES = 2**16
 KEYS = 1024
 """Most different keys that the mappings of a value may have."""
 
-_UNSEEN = (
+UNSEEN = (
     "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
     "\ufe00-\ufe0f\ufeff\ufff9-\ufffb\U000e0001-\U000e007f]"
 )
 """Characters that are not seen: controls, marks of direction and order, variation selectors."""
 
 _PLUS = r"\+?"
-_WHOLE = _PLUS + r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?"
+WHOLE = _PLUS + r"(-?)0*(0|[1-9][0-9]*)(?:\.0+)?"
 """A whole number as text: its sign, zeros in front, its digits, and a fraction of nothing."""
 
 _FIRST = ("role", "content", "id", "type", "function", "name", "arguments")
@@ -115,8 +107,8 @@ def written(value: Any) -> str:
     """
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = unicodedata.normalize("NFKC", re.sub(_UNSEEN, "", text)).strip()
-    whole = re.fullmatch(_WHOLE, text)
+    text = unicodedata.normalize("NFKC", re.sub(UNSEEN, "", text)).strip()
+    whole = re.fullmatch(WHOLE, text)
     return text if whole is None else f"{whole[1]}{whole[2]}".replace("-0", "0")
 
 
@@ -157,20 +149,3 @@ def plain(value: Any) -> str:
     # Upper and lower case of some letters are alike in the other form (NFD) alone.
     folded = unicodedata.normalize("NFD", text).casefold()
     return " ".join(unicodedata.normalize("NFC", folded).split())
-
-
-def names_as_written(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of texts as :func:`written` has each.
-
-    Parts in which nothing changes, nearly all as a rule, stay where they are and are not copied.
-    """
-
-    def part(chunk: pa.Array) -> pa.Array:
-        given = chunk.cast(pa.string())
-        made = pc.replace_substring_regex(given, _UNSEEN, "")
-        made = pc.utf8_trim(pc.utf8_normalize(made, form="NFKC"), characters=SPACES)
-        made = pc.replace_substring_regex(made, f"^{_WHOLE}$", r"\1\2")
-        made = pc.replace_substring_regex(made, "^-0$", "0")
-        return given if made.equals(given) else made
-
-    return pa.chunked_array([part(chunk) for chunk in names.chunks])

@@ -14,28 +14,23 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.data.columns import (
     MOST_BYTES,
-    NUMBERS,
     ROWS_AT_ONCE,
     bytes_of,
-    called,
     check_decodable,
     check_readable,
     is_json,
     is_text,
 )
-from dprlhf.data.loading import listed, rows_without_value
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import (
     hash_of,
     known_as,
-    names_as_written,
     plain,
     undo_arrow_unification,
     written,
@@ -271,7 +266,7 @@ class Users:
     def _names(self) -> Iterator[list[Any]]:
         """Yield what users are known by: their name, without one their prompt, or the whole row.
 
-        Only a prompt can be missing: every row has a name (:func:`_codes`), and an environment
+        Only a prompt can be missing: every row has a name (``user_codes``), and an environment
         gives each row its prompt, whatever values the row lacks. Without names a row that is too
         large is nobody's, as one without a prompt is.
         """
@@ -467,42 +462,11 @@ def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.
         return np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
     # Users are numbered as they arrive: by the rank of its name one user could move the others,
     # and with them the batches of a stream.
-    owner = _codes(rows, spec)
+    from dprlhf.data.names import user_codes
+
+    owner = user_codes(rows, spec)
     order = np.argsort(owner, kind="stable")
     return order, np.bincount(owner)
-
-
-def _codes(rows: Any, spec: recipe.Data) -> NDArray[np.int64]:
-    """Number the values of the user column in the order of their first rows, ``[rows]``.
-
-    The column stays in Arrow's memory, where a text costs its bytes and no Python object.
-    """
-    batches = rows.select_columns([spec.user_column]).with_format("arrow").iter(ROWS_AT_ONCE)
-    names = pa.chunked_array([chunk for batch in batches for chunk in batch.column(0).chunks])
-    if pa.types.is_dictionary(names.type):  # each file may come with a dictionary of its own
-        names = names.cast(names.type.value_type)
-    where = f"data {spec.path!r}: user_column {spec.user_column!r}"
-    if is_json(names.type):
-        raise DprlhfError(
-            f"{where} mixes types, as texts and numbers are: write all its values as text"
-        )
-    if not is_text(names.type):
-        raise DprlhfError(
-            f"{where} must hold a text or a number in every row, not {called(names.type)}"
-        )
-    if missing := rows_without_value(names):
-        raise DprlhfError(
-            f"{where} must hold a text or a number in every row ({listed(missing, 'row')} have"
-            " none): rows without a user are nobody's privacy unit; fill or drop them"
-        )
-    if not any(is_kind(names.type) for is_kind in NUMBERS):
-        # A name that is composed in two ways, or has a space at its end, is one person's, as for
-        # the budget book (written): two users would bring twice what the book charges.
-        names = names_as_written(names)
-    if pa.types.is_floating(names.type):  # 0.0 and -0.0 are one number, and one name in the book
-        names = pc.add(names.cast(pa.float64()), 0.0)
-    codes = [chunk.indices.to_numpy() for chunk in names.dictionary_encode().chunks]
-    return np.concatenate(codes).astype(np.int64)
 
 
 def in_grid(group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:

@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Epsilon, Mechanism, covering_noise, epsilon
-from dprlhf.privacy.curves import SIDES, Curves, replace_one_epsilon
+from dprlhf.privacy.curves import SIDES, Curves
 from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
 from dprlhf.privacy.losses import POINTS, Composed, Losses, loss_distribution, widening
 from dprlhf.privacy.partitions.base import Pair, round_noise
 from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.replaced_allocation import replace_one_epsilon
 
 CUT = 1e-5
 """Share of δ spent on losses beyond the grid, which count as infinite: over all runs of a total,

@@ -10,6 +10,9 @@ normal, c = e^ε and W = e^{σg − σ²/2} − c e^{−σg − σ²/2},
 It is computed as a rigorous upper bound in the way of :mod:`dprlhf.privacy.random_allocation`: W up
 to a bound B is rounded to a lattice so that mass and mean of every cell are kept, the T-fold sum is
 taken by an exponentially tilted FFT, and what is cut off, wrapped around or rounded is added.
+
+Any mechanism's curves with a user against one without bound a replacement, too, as a removal and an
+addition (:func:`replace_one_epsilon`).
 """
 
 from __future__ import annotations
@@ -23,10 +26,9 @@ from scipy import fft
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 
+from dprlhf.privacy.curves import Curves, Floats
 from dprlhf.privacy.gaussian import gaussian_delta
-from dprlhf.privacy.random_allocation import power
-
-Floats = npt.NDArray[np.float64]
+from dprlhf.privacy.random_allocation import Side, power
 
 LARGEST_EPSILON = 50.0
 """Above this ε nothing is computed: the other bounds are taken."""
@@ -250,3 +252,46 @@ def _jumps(sigma: float, c: float, rounds: int, bound: float) -> float:
     g = float(_g_of(sigma, c, np.array(bound)))
     mean = gained - lost + _TAIL_ERROR * (float(ndtr(sigma - g)) + lost)
     return rounds * max(mean + p * _below(sigma, c, rounds, bound), 0.0)
+
+
+def replace_one_epsilon(curves: Curves, delta: float) -> float:
+    """Smallest e1 + e2 found with delta_remove(e1) + e^e1 delta_add(e2) <= delta."""
+    best, share = math.inf, 0.5
+    for _ in range(3):
+        # The factor keeps the rounded sum of the two shares below delta.
+        first = curves.epsilon(share * delta * (1 - 1e-12), "remove")
+        rest = (1 - share) * delta * math.exp(-first) * (1 - 1e-12) if first < 500 else 0.0
+        if rest < 1e-250:
+            break
+        second = curves.epsilon(rest, "add")
+        best = min(best, first + second)
+        # Where the log-curves have slopes a and b, the best odds are (1 + b) / a.
+        odds = (1 + _slope(curves, second, "add")) / _slope(curves, first, "remove")
+        share = min(max(odds / (1 + odds), 1e-3), 1 - 1e-3)
+    return best
+
+
+def _slope(curves: Curves, epsilon: float, side: Side) -> float:
+    """How fast log delta falls with epsilon."""
+    step = 1e-2 * epsilon + 1e-6
+    near, far = (curves.delta(e, side, False) for e in (epsilon, epsilon + step))
+    return max(math.log(max(near, 1e-290) / max(far, 1e-290)) / step, 1e-6)
+
+
+def replace_one_delta(curves: Curves, epsilon: float, rough: bool) -> float:
+    """Smallest delta_remove(e1) + e^e1 delta_add(e2) found with e1 + e2 = epsilon; at most 1."""
+    if epsilon > 500:
+        return 1.0
+
+    def total(first: float, rough: bool) -> float:
+        return curves.delta(first, "remove", rough) + math.exp(first) * curves.delta(
+            epsilon - first, "add", rough
+        )
+
+    found = minimize_scalar(
+        lambda share: math.log(max(total(share * epsilon, True), 1e-290)),
+        bounds=(0.0, 1.0),
+        method="bounded",
+        options={"xatol": 3e-3},
+    )
+    return min(1.0, total(float(found.x) * epsilon, rough))

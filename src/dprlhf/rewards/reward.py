@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from dprlhf.data.given_rewards import BY_TURN, PER_USER, declares, is_model
 from dprlhf.errors import EXITS, nearest, one_line
-from dprlhf.rewards.event_loop import wait_for
 
 _RESERVED = frozenset(
     {"prompt", "completion", "prompts", "completions", "completion_ids"}
@@ -261,6 +260,8 @@ def call_reward(
         keywords["places"] = list(rows.places)
     answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
     if inspect.isawaitable(answer):
+        from dprlhf.rewards.event_loop import wait_for
+
         answer = wait_for(answer)
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
         answer = answer.tolist()

@@ -14,7 +14,7 @@ import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation as block
-from dprlhf.privacy.curves import SIDES, Curves, replace_one_delta, replace_one_epsilon
+from dprlhf.privacy.curves import SIDES, Curves
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
     Allocation,
@@ -68,7 +68,7 @@ def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, floa
         from dprlhf.privacy import composed_allocation as composed
         from dprlhf.privacy import replaced_allocation as replaced
 
-        zero_out, upper = upper, replace_one_epsilon(curves, delta)
+        zero_out, upper = upper, replaced.replace_one_epsilon(curves, delta)
         if terms.participations == 1:
             upper = replaced.epsilon(z, slots, delta, zero_out, upper)
         elif not noise_too_small(z, delta):
@@ -88,7 +88,7 @@ def _delta(terms: Mechanism, epsilon: float, single: float, rough: bool) -> floa
             direct = composed.replaced_blocks(terms, rough).delta(epsilon)
         if rough and direct < 1:
             return direct
-        return min(direct, replace_one_delta(_curves(terms, None, rough), epsilon, rough))
+        return min(direct, replaced.replace_one_delta(_curves(terms, None, rough), epsilon, rough))
     curves = _curves(terms, None, rough)
     return max(curves.delta(epsilon, "remove", rough), curves.delta(epsilon, "add", rough))
 

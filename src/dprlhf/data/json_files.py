@@ -1,0 +1,84 @@
+"""Files of JSON: their rows, and columns whose values may differ in kind."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dprlhf.data.json_text import parsed
+from dprlhf.data.spelling import storable, too_nested
+from dprlhf.errors import BrokenLinesError
+
+
+def read_json(files: Sequence[str]) -> Any:
+    """Return the rows of files with a JSON object in each line, or with one list of objects.
+
+    A value keeps the type that JSON gives it: a text that looks like a date stays a text, and where
+    the values of a column differ in kind, each keeps its own.
+    """
+    rows = [row for file in files for row in _objects(file)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return of_any_kinds({name: [row.get(name) for row in rows] for name in names})
+
+
+def of_any_kinds(columns: dict[str, list[Any]]) -> Any:
+    """Return the rows of columns whose values may differ in kind; each keeps its own."""
+    import datasets
+
+    features = datasets.Dataset.from_dict(columns, on_mixed_types="use_json").features
+    encoded = {
+        name: [_encoded(value, feature) for value in columns[name]]
+        for name, feature in features.items()
+    }
+    return datasets.Dataset.from_dict(encoded, features=features)
+
+
+def _encoded(value: Any, feature: Any) -> Any:
+    """Return a value with those parts as JSON that ``datasets`` keeps as JSON.
+
+    It takes a text such as "7" or "null" for JSON already, and returns 7 or nothing.
+    """
+    import datasets
+
+    if value is None:
+        return None
+    if isinstance(feature, datasets.Json):
+        return json.dumps(value)
+    if isinstance(feature, datasets.List):
+        return [_encoded(one, feature.feature) for one in value]
+    if isinstance(feature, dict):
+        return {key: _encoded(value.get(key), inner) for key, inner in feature.items()}
+    return value
+
+
+def _objects(file: str) -> Iterator[dict[str, Any]]:
+    content = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8)
+    if content.lstrip()[:1] == b"[":
+        for row in parsed(content.decode()):
+            if not isinstance(row, dict):
+                raise TypeError("a row is no JSON object")
+            yield _row(row)
+        return
+    broken: list[int] = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parsed(line.decode())
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            broken.append(number)
+        elif not broken:
+            yield _row(row)
+    if broken:
+        raise BrokenLinesError(broken, "a line is no JSON object, or has a key twice")
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without what no reader could take: its values nested too deep become None."""
+    row = {name: None if too_nested(value) else value for name, value in row.items()}
+    return dict(storable(row))
