@@ -46,7 +46,7 @@ def missing_path(said: str, path: str) -> DprlhfError:
 
 REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
-    "optimizer.name=adam-corrected": "take adam: no measurement showed a gain over it",
+    "optimizer.name=adam-corrected": "take adam, over which it had no measured gain",
     "optimizer.average": "the run leaves its last parameters",
     "update.subspace.source": "give public prompts in update.subspace.data or evaluation.data",
     "tracking.live": "trackers get all rounds when the run ends; metrics.jsonl has each at once",

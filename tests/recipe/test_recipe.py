@@ -47,6 +47,12 @@ def test_an_unknown_key_names_the_nearest(wrong: str, right: str) -> None:
     assert message == f"unknown key '{wrong}'; did you mean '{right}'?"
 
 
+def test_a_removed_key_or_value_names_what_takes_its_place() -> None:
+    average, corrected = settings(optimizer__average=1), settings(optimizer__name="adam-corrected")
+    assert refusal(average) == "'optimizer.average' is gone: the run leaves its last parameters"
+    assert refusal(corrected).startswith("optimizer.name: adam-corrected is gone: take adam")
+
+
 def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> None:
     import pandas as pd
 
