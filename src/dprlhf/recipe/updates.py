@@ -90,7 +90,6 @@ class PPO(_Advantage):
         name: ``ppo``.
         baseline: How advantages are computed: ``loo``, ``paired`` or ``group``, as with ``pg``.
         epochs: Passes E over a user's own tokens, with one local step each.
-
         clip_range: Half-width c of the interval [1 − c, 1 + c] to which the surrogate clips a
             token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
     """
@@ -98,7 +97,6 @@ class PPO(_Advantage):
     name: Literal["ppo"] = "ppo"
     baseline: Baseline = "loo"
     epochs: PositiveInt = 1
-
     clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @property
