@@ -9,7 +9,7 @@ from helpers import house
 test_boundary = importlib.import_module("test_boundary")
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernel.md"
-MOST_LINES = 6_000
+MOST_LINES = 5_400
 
 OUTSIDE = {
     "errors": "what a message says changes no value",
