@@ -48,6 +48,7 @@ from dprlhf.privacy.risk import FALSE_POSITIVES, risk  # noqa: E402
 from dprlhf.recipe import make_recipe  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from dprlhf.runs.withdrawal import erase  # noqa: E402
+from helpers import tiny  # noqa: E402
 from helpers.fixed import KEY, fix_randomness  # noqa: E402
 from helpers.risks import Floats, simulated  # noqa: E402
 
@@ -314,9 +315,11 @@ def erased() -> list[Result]:
     runs: dict[str, dict[str, int]] = {}
     fix_randomness()
     with tempfile.TemporaryDirectory() as place:
-        model = small_model(Path(place) / "model")
-        for name, given in (("erased", rows), ("blank", blank), ("whole", rows)):
-            path, run = Path(place) / f"{name}.jsonl", Path(place) / name
+        model = str(tiny.save(Path(place) / "model"))
+        # Names of one length: they stand in the files.
+        for name, given in (("erased", rows), ("blanks", blank), ("whole_", rows)):
+            # One path: the noise follows from the ledger's terms, which name the data.
+            path, run = Path(place) / "rows.jsonl", Path(place) / name / "run"
             path.write_text("".join(json.dumps(row) + "\n" for row in given))
             with contextlib.suppress(KeyboardInterrupt):
                 dprlhf.train(
@@ -330,21 +333,26 @@ def erased() -> list[Result]:
                 touched = sum(before.get(n) != size for n, size in files(run).items())
             dprlhf.resume(run, reward=vowels, quiet=True)
             runs[name] = files(run)
-        weights = [load_file(Path(place) / n / "policy/adapter_model.safetensors") for n in runs]
+        weights = [
+            load_file(Path(place) / n / "run/policy/adapter_model.safetensors") for n in runs
+        ]
     same = [
         all(torch.equal(weights[0][name], other[name]) for name in weights[0])
         for other in weights[1:]
     ]
-    kinds = sum(runs["erased"].get(n) != size for n, size in runs["whole"].items())
-    print(same, kinds, touched, flush=True)
+    kinds = set(runs["erased"]) ^ set(runs["whole_"])
+    sizes = [n for n, size in runs["blanks"].items() if runs["erased"].get(n) != size]
+    print(same, kinds, sizes, touched, flush=True)
     start = f"risk: {len(gone)} of 240 users, of the last round, erased after 2 of 4: "
     return [
         Result(f"{start}weights equal those of a run in which they were blank", float(same[0]),
                "1 is yes", "1", same[0] and not same[1]),
         Result(f"{start}files outside secret/ that the command changed", touched, "files", "0",
                touched == 0),
-        Result(f"{start}files outside secret/ of another size than without it, at the end", kinds,
-               "files"),
+        Result(f"{start}files outside secret/ that it adds or lacks", len(kinds), "files", "0",
+               not kinds),
+        Result(f"{start}files outside secret/ of another size than in that run", len(sizes),
+               "files", "0", not sizes),
     ]  # fmt: skip
 
 
