@@ -136,7 +136,7 @@ def test_a_short_context_shortens_the_default_prompt(stated, tools, width):
 
 def test_the_default_prompt_has_room_for_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = families.policy("gpt2")
-    monkeypatch.setattr(type(policy), "room", 4096)
+    monkeypatch.setattr(policy, "room", 4096)
     settings = make_recipe(SHORT)
     widths = [with_prompt_width(settings, policy, tools=n).data.max_prompt_tokens for n in (0, 900)]
     assert widths == [512, 1412]

@@ -185,7 +185,7 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
     """Room for 6 of 24 responses makes four parts, no room at all one, and one subspace."""
     seen: dict[int, torch.Tensor] = {}
     taken: dict[int, list[Any]] = {}
-    sample = guidance.sample
+    sample = guidance.sample_public
     for room in (0, 6, 24):
         calls = taken.setdefault(room, [])
 
@@ -196,7 +196,7 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
         def fits(*args: Any, rows: float, most: int = room, **given: Any) -> bool:
             return rows <= most
 
-        monkeypatch.setattr(guidance, "sample", sampled)
+        monkeypatch.setattr(guidance, "sample_public", sampled)
         monkeypatch.setattr(guidance, "keeps_outputs", fits)
         folder = tmp_path / str(room)
 

@@ -114,7 +114,7 @@ def test_blank_rows_and_rows_of_other_users_are_both_tried(around: str, update: 
 @pytest.mark.parametrize("moves", [False, True])
 def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(moves, monkeypatch):
     policy, shapes = policy_of(), shapes_of()
-    monkeypatch.setattr("dprlhf.training.made_up_rounds.replays_graphs", lambda *_: True)
+    monkeypatch.setattr("dprlhf.rollout.sampling.replays_graphs", lambda *_: True)
     step, made = StaticSteps.logits, []
 
     def by_batch(steps: StaticSteps, *args: Any) -> torch.Tensor:
@@ -190,7 +190,9 @@ def test_the_values_that_are_compared_are_not_all_zero() -> None:
     with layout.random_adapter(policy):
         for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1]):
             assert all(bool(value.any()) for value in values)
-        [[first, *_], [second, *_]] = made_up_rounds.logits_of(policy, shapes_of(), [0, 1])
+        [[first, *_], [second, *_]] = made_up_rounds.logits_of(
+            policy, shapes_of(), shapes_of().turns[0], [0, 1]
+        )
         assert not torch.equal(first, second)
 
 
@@ -218,7 +220,7 @@ def test_every_response_of_a_row_is_compared() -> None:
     """Behind one copy of its prompt, a response's logits are not all at the row's last place."""
     policy, shapes = policy_of("llama"), shapes_of()
     assert policy.shared_cache(shapes.sampled_together, 16, shapes.response) > 1
-    tokens, prefill, *steps = made_up_rounds.logits_of(policy, shapes, [0, 1])[0]
+    tokens, prefill, *steps = made_up_rounds.logits_of(policy, shapes, shapes.turns[0], [0, 1])[0]
     assert len(tokens) > shapes.sampled_together
     assert [len(step) for step in steps] == [shapes.sampled_together * len(prefill)] * 3
 

@@ -134,7 +134,7 @@ def used_rows(recipe: AnyRecipe) -> int | None:
     spec = getattr(recipe.update, "subspace", None)
     if spec is not None and spec.data is None:
         return None
-    if recipe.trained.adapter.contrast_column is not None:
+    if recipe.policy.adapter.contrast_column is not None:
         return None
     return recipe.evaluation.prompts + HELD_OUT if recipe.evaluation is not None else 0
 

@@ -7,8 +7,6 @@ differentiates one user a pass where they disagree.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -62,10 +60,8 @@ def _autograd(
     """Return one user's gradient by autograd, of a pass in which the others have weight 0."""
     device = "cpu" if policy.device.type == "mps" else policy.device
     own = np.where(responses.user == user, weights, 0.0)
-    # As in a run.
-    together = math.gcd(responses.num_generations, batch.height // len(batch.users))
     with torch.enable_grad(), exact_products(policy.device):
-        shared_rows = policy.shared_rows(together, responses.width, responses.max_new_tokens)
+        shared_rows = responses.shared_rows(policy, batch.height // len(batch.users))  # as in a run
         loss = loss_of(policy, responses, own, batch, shared_rows)
         parameters = list(policy.parameters.values())
         gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(

@@ -136,8 +136,7 @@ def run_pass(
 ) -> None:
     """Differentiate one pass, so that ``engine`` has its users' gradients."""
     users = parts or len(batch.users)
-    num_generations = math.gcd(responses.num_generations, batch.height // users)
-    shared_rows = policy.shared_rows(num_generations, responses.width, responses.max_new_tokens)
+    shared_rows = responses.shared_rows(policy, batch.height // users)
     engine.run(
         lambda: loss_of(policy, responses, weights, batch, shared_rows),
         users=users,
@@ -155,9 +154,7 @@ def add_gradient(
     total: torch.Tensor,
 ) -> None:
     """Add the ordinary gradient of a pass to ``total``, ``[dimension]``."""
-    num_generations = math.gcd(responses.num_generations, batch.height)
-    shared_rows = policy.shared_rows(num_generations, responses.width, responses.max_new_tokens)
-    loss = loss_of(policy, responses, weights, batch, shared_rows)
+    loss = loss_of(policy, responses, weights, batch, responses.shared_rows(policy, batch.height))
     end = 0
     for gradient in gradient_of(loss, policy.parameters).values():
         start, end = end, end + gradient.numel()

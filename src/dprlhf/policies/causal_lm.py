@@ -39,16 +39,19 @@ class CausalLMPolicy:
     ) -> None:
         self.mixes_rows = refuse_mixing(model, alone=True)  # why every pass has one user, if so
         self.model = model.eval()
-        keep_unpacked(model)
         self.tokenizer = tokenizer
         self.temperature = temperature
         self.sampling = sampling or Sampling()
         configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         every = configured if isinstance(configured, list) else [configured]
-        rows = model.get_input_embeddings().weight.shape[0]
+        self.embeddings = model.get_input_embeddings().weight.shape[0]  # tokens that have one
         asked = {token for token in [tokenizer.eos_token_id, *every] if token is not None}
         # A token without an embedding is never sampled, and cannot stand for a failed trajectory.
-        self.end_tokens = sorted(token for token in asked if 0 <= token < rows)
+        self.end_tokens = sorted(token for token in asked if 0 <= token < self.embeddings)
+        self.first_position = first_position(model)  # of a text's first token
+        # The longest text in tokens that the model has positions for; infinite without a limit.
+        self.room = context_length(getattr(model, "config", None), self.first_position)
+        self.last_position = self.first_position + int(min(self.room, 2.0**62)) - 1
         self.stop: StopStrings | None = None
         self.chat_template_kwargs: dict[str, Any] = {}
         self.checkpointed: list[Any] = []  # layers of which only the inputs are kept
@@ -181,18 +184,16 @@ class CausalLMPolicy:
         """The token that replaces an empty prompt: BOS, else EOS, else padding."""
         own = self.tokenizer
         special: tuple[int | None, ...] = (own.bos_token_id, own.eos_token_id, own.pad_token_id)
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        return next(token for token in special if token is not None and token < rows)
+        return next(token for token in special if token is not None and token < self.embeddings)
 
     def known(self, tokens: list[int]) -> list[int]:
         """Return tokens, all of which the model has an embedding for."""
         # Some tokenizers have more tokens than the model, such as Gemma 3's for an image. Whoever
         # writes the name of one in a prompt would end the run of everybody.
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        if max(tokens, default=0) >= rows:
+        if max(tokens, default=0) >= self.embeddings:
             raise DprlhfError(
-                f"the tokenizer has tokens beyond the {rows} that the model has embeddings for, and"
-                " a text has one of them"
+                f"the tokenizer has tokens beyond the {self.embeddings} that the model has"
+                " embeddings for, and a text has one of them"
             )
         return tokens
 
@@ -215,21 +216,6 @@ class CausalLMPolicy:
             **arguments,
         )["input_ids"]
         return self.known(list(ids))
-
-    @cached_property
-    def room(self) -> float:
-        """The longest text in tokens that the model has positions for; infinite without a limit."""
-        return positions(self.model)
-
-    @cached_property
-    def first_position(self) -> int:
-        """The position of a text's first token."""
-        return first_position(self.model)
-
-    @cached_property
-    def last_position(self) -> int:
-        """The position of the last token that the model has one for; 2⁶² without a limit."""
-        return self.first_position + int(min(self.room, 2.0**62)) - 1
 
     def position_ids(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the position of each token in its own text, without the padding before it."""
@@ -354,13 +340,8 @@ class CausalLMPolicy:
         self.tokenizer.save_pretrained(folder)
 
 
-def positions(model: Any) -> float:
-    """Return how many tokens a model has positions for; infinite without such a limit."""
-    return context_length(getattr(model, "config", None), first_position(model))
-
-
 def context_length(config: Any, first: int = 0) -> float:
-    """Return how many tokens a model of this config has positions for."""
+    """Return how many tokens a model has positions for, the first of them ``first``."""
     # Past its original length, LongRoPE rescales all rows of a batch if one of them is longer: one
     # user would change the values of the others. So that length is the limit.
     config = getattr(config, "get_text_config", lambda: config)()
@@ -392,12 +373,3 @@ def first_position(model: Any) -> int:
         if "position_embeddings" in name.split(".")  # or what an adapter wraps there
     ]
     return max((place + 1 for place in padding if place is not None), default=0)
-
-
-def keep_unpacked(model: Any) -> None:
-    """Keep 4-bit weights as they are on a CPU."""
-    # bitsandbytes packs them at the first pass in evaluation mode, and what it then calls has no
-    # gradient: that of the layers below would silently be missing.
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False

@@ -11,7 +11,7 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
-from dprlhf.policies.causal_lm import CausalLMPolicy, keep_unpacked
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.mixing import refuse_mixing
 
 
@@ -109,7 +109,11 @@ def make_policy(
     seed: int = 0,
 ) -> CausalLMPolicy:
     """Put a new adapter on a loaded transformers model, and prepare its tokenizer."""
-    keep_unpacked(model)  # before its first pass
+    # bitsandbytes packs 4-bit weights on a CPU at the first pass in evaluation mode; what it then
+    # calls has no gradient: that of the layers below would silently be missing.
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
     refuse_mixing(model, alone=True)  # before PEFT says what such a model has no default for

@@ -64,11 +64,6 @@ class Recipe(Settings):
     output_dir: str | None = None
 
     @property
-    def trained(self) -> Policy:
-        """The model that is trained."""
-        return self.policy
-
-    @property
     def sources(self) -> list[Source]:
         """The models that the run starts from: the base model and the rewards."""
         return [

@@ -97,11 +97,6 @@ class StageRecipe(Settings):
         return False
 
     @property
-    def trained(self) -> Policy:
-        """The model that is trained."""
-        return self.policy
-
-    @property
     def head_labels(self) -> list[str] | None:
         """Names of a classification head's labels; None for one output, or without such a head."""
         return None
@@ -155,13 +150,13 @@ class StageRecipe(Settings):
                 raise ValueError(
                     "update.subspace.keep_perplexity is for dprlhf train: leave it out"
                 )
-        self.trained.adapter.check(public_rows=self.evaluation is not None)
-        if self.trained.adapter.contrast_column is not None:
+        self.policy.adapter.check(public_rows=self.evaluation is not None)
+        if self.policy.adapter.contrast_column is not None:
             raise ValueError(
                 "policy.adapter.init: public-contrast is for dprlhf train: write"
                 " public-activations or random"
             )
-        if self.trained.adapter.type == "full":
+        if self.policy.adapter.type == "full":
             raise ValueError(
                 "policy.adapter.type: full is for dprlhf train; a supervised stage"
                 " trains an adapter, such as lora, and merges it"

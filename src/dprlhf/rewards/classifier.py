@@ -17,7 +17,7 @@ from dprlhf.data.messages import template_arguments, text_of
 from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, split_revision
-from dprlhf.policies.causal_lm import first_position, positions
+from dprlhf.policies.causal_lm import context_length, first_position
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.mixing import mixing_layers
 from dprlhf.rewards.reward import suggestion, type_and_message
@@ -108,7 +108,7 @@ class ClassifierReward:
             raise DprlhfError(f"classifier {source!r}: its tokenizer has no padding token")
         # Decoders find a text's last token by it.
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
-        self._room = positions(model)
+        self._room = context_length(model.config, first_position(model))
         room = min(self._tokenizer.model_max_length, self._room)
         self._max_tokens = int(min(max_tokens, room))
         self.model: Any = model.eval().requires_grad_(False)

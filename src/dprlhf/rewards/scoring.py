@@ -98,7 +98,7 @@ class Scorer:
         self.rewards = tuple(as_reward(reward) for reward in rewards)
         self.bound = float(bound)
         self.state = state or RoundState()
-        self._sink = sink
+        self.sink = sink
         if not self.rewards:
             raise DprlhfError("scoring needs at least one reward: name one in the recipe")
         if not (math.isfinite(self.bound) and self.bound > 0):
@@ -131,7 +131,7 @@ class Scorer:
         failures: Counter[str] = Counter()
         by_turn = any(reward.by_turn for reward in self.rewards)
         counts = np.array(rows.turns if by_turn else [1] * len(rows), dtype=np.int64)
-        with captured(self._sink):
+        with captured(self.sink):
             found = self._answered(rows, groups, private=private)
             # The sums over turns; whether a reward gave a row a number; whether one failed on it.
             total = np.zeros((len(rows), counts.max(initial=1)))

@@ -17,6 +17,7 @@ from dprlhf.rollout.sampling import (
     public_sampling_settings,
     resolve_batch_size,
     sample,
+    sample_public,
     sample_responses,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "public_sampling_settings",
     "resolve_batch_size",
     "sample",
+    "sample_public",
     "sample_responses",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf.data.users import Prompts, in_grid
+from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Kept, Replay
 
 Tick = Callable[[int], None]
@@ -115,6 +117,11 @@ class Responses:
         tokens[filler], mask[filler] = 0, 0
         mask[filler, self.width - 1 :] = 1
         return tokens, mask
+
+    def shared_rows(self, policy: CausalLMPolicy, rows: int | None = None) -> int:
+        """Return how many of so many adjacent rows are best computed behind one prompt."""
+        together = self.num_generations if rows is None else math.gcd(self.num_generations, rows)
+        return policy.shared_rows(together, self.width, self.max_new_tokens)
 
     def replay(self, rows: NDArray[np.int64], shared_rows: int) -> Replay | None:
         """Return what sampling kept of a micro-batch; None where it kept nothing."""

@@ -32,9 +32,7 @@ def token_logprobs(
     """Return log π_θ(token | before), ``[rows, response]``; 0 on padding and tools' tokens."""
     # π_θ is the distribution that responses are sampled from, top-k and so on included.
     found = np.zeros((len(responses.user), responses.max_new_tokens))
-    shared_rows = policy.shared_rows(
-        responses.num_generations, responses.width, responses.max_new_tokens
-    )
+    shared_rows = responses.shared_rows(policy)
     size = max(1, batch_size // shared_rows) * shared_rows
     if policy.mixes_rows:
         size = prompts_at_once(policy, batch_size, max(1, responses.grid.shape[2]))[1]

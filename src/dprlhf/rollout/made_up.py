@@ -69,6 +69,5 @@ def made_up_responses(
 
 
 def _tokens(policy: CausalLMPolicy, random: np.random.Generator, count: int) -> list[int]:
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    found: list[int] = random.integers(vocabulary, size=count).tolist()
+    found: list[int] = random.integers(policy.embeddings, size=count).tolist()
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
 from dprlhf.rollout.decoding import batch_size, decode
+
+if TYPE_CHECKING:
+    from dprlhf.rollout.static_steps import StaticSteps
+
+Keep = Literal["gradients", "logits"] | None
+"""What sampling keeps of its computations (:mod:`dprlhf.policies.kept`), and for what."""
 
 
 def resolve_batch_size(
@@ -45,6 +51,15 @@ def replays_graphs(policy: CausalLMPolicy, spec: recipe.Rollout) -> bool:
     from dprlhf.rollout.static_steps import steps_are_alike
 
     return steps_are_alike(policy)
+
+
+def static_steps(policy: CausalLMPolicy, spec: recipe.Rollout, **sizes: int) -> StaticSteps | None:
+    """Return decoding steps over fixed tensors, for CUDA graphs; None where steps grow."""
+    if not replays_graphs(policy, spec):
+        return None
+    from dprlhf.rollout.static_steps import StaticSteps
+
+    return StaticSteps(policy, **sizes)
 
 
 def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int) -> recipe.Rollout:
@@ -88,7 +103,7 @@ def sample_responses(
     round_: int,
     max_prompt_tokens: int,
     tick: Tick | None = None,
-    keep: Literal["gradients", "logits"] | None = None,
+    keep: Keep = None,
 ) -> Private[Responses]:
     """Sample this round's responses to the private users' prompts, as :func:`sample` does."""
     return prompts.map(
@@ -116,7 +131,7 @@ def sample(
     max_prompt_tokens: int,
     tick: Tick | None = None,
     private: bool = False,
-    keep: Literal["gradients", "logits"] | None = None,
+    keep: Keep = None,
 ) -> Responses:
     """Sample ``spec.responses`` responses for each prompt.
 
@@ -150,6 +165,27 @@ def sample(
     if spec.mask_truncated:
         return Responses(**{**vars(found), "left_out": ~ended(policy, found)})
     return found
+
+
+def sample_public(
+    policy: CausalLMPolicy,
+    prompts: Prompts,
+    settings: recipe.Recipe,
+    rollout: recipe.Rollout,
+    *use: str | int,  # the name of the use, and what tells draws of one use apart
+    keep: Keep = None,
+) -> Responses:
+    """Sample responses to PUBLIC prompts; the draws need no secrecy, and follow from the seed."""
+    name, *of_use = use
+    return sample(
+        policy,
+        prompts,
+        rollout,
+        key=bytes(32),
+        context=(name, settings.seed, *of_use),
+        max_prompt_tokens=settings.data.max_prompt_tokens,
+        keep=keep,
+    )
 
 
 def ended(policy: CausalLMPolicy, responses: Responses) -> NDArray[np.bool_]:
@@ -268,9 +304,10 @@ def draws_of(
 
 
 def prompts_at_once(
-    policy: CausalLMPolicy, batch_size: int, num_generations: int
+    policy: CausalLMPolicy, batch_size: int | Literal["auto"], num_generations: int
 ) -> tuple[int, int]:
     """Return how many prompts a micro-batch of sampling has, and how many responses to each."""
+    assert batch_size != "auto", "resolve_batch_size() turns auto into a number, once for a run"
     limit = min(num_generations, batch_size)
     together = max(c for c in range(1, limit + 1) if num_generations % c == 0)
     return (1 if policy.mixes_rows else batch_size // together), together
@@ -291,20 +328,13 @@ def generate_rows(
     # A micro-batch has places that follow one another, of one width. All responses to a prompt
     # share its prefill, or the largest divisor of their number that fits.
     _, num_generations, max_new_tokens = draws.shape
-    assert spec.batch_size != "auto", (
-        "resolve_batch_size() turns auto into a number, once for a run"
-    )
     size, together = prompts_at_once(policy, spec.batch_size, num_generations)
     parts = num_generations // together
     of_parts = np.arange(parts) + parts * places[:, None]
     groups = F.pad(draws.reshape(-1, together, max_new_tokens), (0, 0, 0, 0, 0, 1), value=0.5)
-    static = None
-    if replays_graphs(policy, spec):
-        from dprlhf.rollout.static_steps import StaticSteps
-
-        assert kept is None, "a graph calls no hook"
-        sizes = {"num_generations": together, "max_new_tokens": max_new_tokens}
-        static = StaticSteps(policy, size=size, width=width, **sizes)
+    sizes = {"num_generations": together, "max_new_tokens": max_new_tokens}
+    static = static_steps(policy, spec, size=size, width=width, **sizes)
+    assert static is None or kept is None, "a graph calls no hook"
     layout = Layout(size, 1 + width, together, max_new_tokens)
     for group in in_batches(np.where(places[:, None] < 0, -1, of_parts).ravel(), size):
         asked = [None if g < 0 else int(g) // parts for g in group]

@@ -30,7 +30,7 @@ def model_card(recipe: AnyRecipe, card: dict[str, Any], *, merged: bool = False)
     """Return the model's README with the standard metadata and a privacy section."""
     public = "\n".join(f"- {line}" for line in card["assumed_public"])
     assumptions = "\n".join(f"- {line}" for line in card["assumptions"])
-    trained = recipe.trained
+    trained = recipe.policy
     base = trained.model_name_or_path
     adapter = ADAPTERS[trained.adapter.type].description.format(
         rank=trained.adapter.rank, peft_type=(trained.adapter.peft or {}).get("peft_type")
@@ -88,7 +88,7 @@ Assumptions:
 
 def _hub_metadata(recipe: AnyRecipe, merged: bool) -> str:
     """Return the YAML header of a model's README, which the hub reads."""
-    base, whole = recipe.trained.model_name_or_path, merged or recipe.trained.adapter.type == "full"
+    base, whole = recipe.policy.model_name_or_path, merged or recipe.policy.adapter.type == "full"
     # The hub refuses a card whose base model is no repository.
     relation = "finetune" if whole else "adapter"
     named = f"base_model: {base}\nbase_model_relation: {relation}\n" if is_hub_id(base) else ""

@@ -146,7 +146,7 @@ def write_merged(
         UnmergeableError: The adapter cannot be merged. The message names its type.
     """
     recipe, card = load_any_recipe(folder.recipe), read_card(folder)
-    adapter = recipe.trained.adapter.type
+    adapter = recipe.policy.adapter.type
     try:
         if adapter == "full":
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,7 +185,7 @@ def _base_and_tokenizer(recipe: AnyRecipe, folder: RunFolder, model: Any) -> tup
     from dprlhf.assets import resolve
     from dprlhf.policies.classifier import load_classifier
 
-    spec = recipe.trained
+    spec = recipe.policy
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder.policy)
     if model is not None:
         own, *before = records_of(folder.path)

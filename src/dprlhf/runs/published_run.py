@@ -135,7 +135,7 @@ def read_run(path: Path) -> PublishedRun:
     read = _attempt(run, folder.recipe, lambda f: (f.read_text("utf-8"), load_any_recipe(f)), None)
     if read is not None:
         run.recipe, recipe = read
-        run.public_losses, run.model = recipe.public_losses, recipe.trained.model_name_or_path
+        run.public_losses, run.model = recipe.public_losses, recipe.policy.model_name_or_path
     run.card = _attempt(run, folder.privacy, _json_of(dict), {})
     run.charged = _attempt(run, folder.ledger, charged_rounds, [])
     run.metrics = _metrics(run, folder.metrics)

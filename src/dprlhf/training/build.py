@@ -215,7 +215,7 @@ def open_run(
                 records = processes.on_main(lambda: records_of(folder.path))
                 mark(prepared.policy.network, {"runs": [asdict(record) for record in records]})
                 policy.set_up.keep(policy.network, "config")
-            stack.enter_context(stage.opened(folder))
+            stage.attach(folder)
             if processes.main:
                 stamp_run(folder.path)  # after a kill, a file may have the time of its writing
             plan, settings = prepared.plan, stage.recipe.optimizer

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,7 +42,6 @@ from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from dprlhf.runs.card import note_value
-from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import write_json
 from dprlhf.training.logged_value import LoggedValue, Value, of_users
 from dprlhf.training.rounds import released_values
@@ -219,31 +217,14 @@ class FromFeedback(Supervised):
     def __init__(self, recipe: FeedbackRecipe, *given: Any, **named: Any) -> None:
         super().__init__(recipe, *given, **named)
         self._logged = LoggedValue()
-
-    @property
-    def stateful(self) -> Mapping[str, Stateful]:
-        """Also what was released of the value."""
-        logged = {"value": self._logged} if self.recipe.update.value_rounds else {}
-        return {**super().stateful, **logged}
+        if recipe.update.value_rounds:
+            self.stateful["value"] = self._logged
 
     @property
     def _usual(self) -> dict[str, Any]:
         data = self.recipe.data
         logged = {} if data.logprob_column is None else {data.logprob_column: -1.0}
         return {data.label_column: True, **logged}
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warn that numbers as labels may need another middle or range than the default."""
-        update = self.recipe.update
-        if not self._numbers or changed(update, "baseline") or changed(update, "reward_range"):
-            return []
-        return [
-            f"data.label_column {self.recipe.data.label_column!r} holds numbers: a label of"
-            f" {update.baseline:g} says nothing (update.baseline), and what is further from it than"
-            f" {update.reward_range:g} counts as that (update.reward_range); with labels 0 and 1,"
-            " set update.baseline=0.5"
-        ]
 
     def check_rows(self, rows: Any) -> None:
         """Also refuse columns whose type, which is public, holds no truth values or numbers."""
@@ -255,8 +236,15 @@ class FromFeedback(Supervised):
                     f"data.{key}_column {column!r} holds {called(kind)}: give"
                     f" {'true and false, or numbers' if key == 'label' else 'numbers up to 0'}"
                 )
-        kind = schema.field(data.label_column).type
-        self._numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        kind, update = schema.field(data.label_column).type, self.recipe.update
+        as_is = not (changed(update, "baseline") or changed(update, "reward_range"))
+        if as_is and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+            self.warnings = [
+                f"data.label_column {data.label_column!r} holds numbers: a label of"
+                f" {update.baseline:g} says nothing (update.baseline), and what is further from it"
+                f" than {update.reward_range:g} counts as that (update.reward_range); with labels"
+                " 0 and 1, set update.baseline=0.5"
+            ]
         super().check_rows(rows)
 
     def settle(self, prepared: PreparedRun) -> None:

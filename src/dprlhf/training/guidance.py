@@ -21,12 +21,10 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample
+from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample_public
+from dprlhf.rollout.sampling import Keep
 from dprlhf.training.run import Batch, Run
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
-
-# The draws on public prompts need no secrecy, and a resumed run repeats them.
-_PUBLIC_KEY = bytes(32)
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None]
 """What public users would contribute, ``[users, dimension]``, and what the directions avoid."""
@@ -130,14 +128,9 @@ def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -
         rollout = settings.rollout
         if rollout.base_policy == "on-policy":
             rollout = public_sampling_settings(rollout, len(places), rollout.responses)
-        responses = sample(
-            run.policy,
-            prompts.take(places),
-            rollout,
-            key=_PUBLIC_KEY,
-            context=("subspace", settings.seed, batch.t),
-            max_prompt_tokens=settings.data.max_prompt_tokens,
-            keep="gradients" if keeps else None,
+        keep: Keep = "gradients" if keeps else None
+        responses = sample_public(
+            run.policy, prompts.take(places), settings, rollout, "subspace", batch.t, keep=keep
         )
         gradients.append(
             public_gradients(

@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.decoding import try_last_step
-from dprlhf.rollout.sampling import prompts_at_once
+from dprlhf.rollout.sampling import prompts_at_once, static_steps
 from dprlhf.training.made_up_rounds import (
     Shapes,
     Values,
@@ -37,8 +38,6 @@ from dprlhf.training.made_up_rounds import (
     gradients_of,
     logits_of,
     logprobs_of,
-    sampled_rows,
-    static_steps,
 )
 from dprlhf.training.processes import Processes
 
@@ -148,28 +147,13 @@ def _in_memory(what: str, lower: str) -> Iterator[None]:
 
 def _try_largest(policy: CausalLMPolicy, shapes: Shapes) -> None:
     """Try the last step of sampling, and a user with many prompts."""
-    if shapes.rollout is not None:
-        with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
-            size, together = prompts_at_once(
-                policy, sampled_rows(shapes.rollout), shapes.sampled_together
-            )
-            sizes = {"size": size, "width": shapes.prompt, "num_generations": together}
-            try_last_step(
-                policy,
-                **sizes,
-                max_new_tokens=shapes.response,
-                static=static_steps(policy, shapes, **sizes, max_new_tokens=shapes.response),
-            )
-        if shapes.rollout.agent is not None:
-            with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
-                size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), 1)
-                try_last_step(
-                    policy,
-                    size=size,
-                    width=shapes.prompt + shapes.response,
-                    num_generations=1,
-                    max_new_tokens=shapes.response,
-                )
+    for turn in shapes.turns:
+        assert shapes.rollout is not None
+        with _in_memory(_sampling(shapes), turn.lower):
+            size, together = prompts_at_once(policy, shapes.rollout.batch_size, turn.together)
+            sizes = {"width": turn.width, "num_generations": together, "size": size}
+            sizes["max_new_tokens"] = shapes.response
+            try_last_step(policy, **sizes, static=static_steps(policy, shapes.rollout, **sizes))
     if shapes.rows * shapes.prompts > shapes.update.batch_size:
         with _in_memory(
             f"the gradient of a user with {shapes.prompts} prompts",
@@ -210,18 +194,12 @@ def _check_padding(policy: CausalLMPolicy, shapes: Shapes) -> None:
 
 def _first_dependent_phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
     """Return the first phase in which a row changes with what the others contain, in words."""
-    if shapes.rollout is not None:
-        with _in_memory(_sampling(shapes), "rollout.batch_size or data.max_prompt_tokens"):
-            size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), shapes.sampled_together)
-            if how := _dependence(size, lambda some: logits_of(policy, shapes, some)):
-                return f"sampling: {how}"
-        if shapes.rollout.agent is not None:
-            with _in_memory(_sampling(shapes), "rollout.batch_size or rollout.max_new_tokens"):
-                size, _ = prompts_at_once(policy, sampled_rows(shapes.rollout), 1)
-                if how := _dependence(
-                    size, lambda some: logits_of(policy, shapes, some, later=True)
-                ):
-                    return f"sampling of a later turn: {how}"
+    for turn in shapes.turns:
+        assert shapes.rollout is not None
+        with _in_memory(_sampling(shapes), turn.lower):
+            size, _ = prompts_at_once(policy, shapes.rollout.batch_size, turn.together)
+            if how := _dependence(size, partial(logits_of, policy, shapes, turn)):
+                return f"{turn.name}: {how}"
     size = max(1, shapes.update.batch_size // shapes.rows)
     if policy.one_user_a_pass is not None:
         size = min(size, 2)  # they share no pass, and a user's whole gradient is large

@@ -7,10 +7,9 @@ the log-probabilities of responses, and what users' contributions are computed f
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +26,7 @@ from dprlhf.rollout import Responses
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
-from dprlhf.rollout.sampling import prompts_at_once, replays_graphs
-
-if TYPE_CHECKING:
-    from dprlhf.rollout.static_steps import StaticSteps
+from dprlhf.rollout.sampling import prompts_at_once, static_steps
 
 _STEPS = 4  # decoding steps that are compared
 
@@ -40,6 +36,15 @@ _FEW = 16  # tokens of a prompt, where its width does not matter
 
 Values = list[list[torch.Tensor]]
 """What is computed of the made-up user at each place; empty for a place without one."""
+
+
+class Turn(NamedTuple):
+    """A turn of sampling, whose shapes are its own."""
+
+    name: str
+    width: int  # of what the policy answers, in tokens
+    together: int  # responses to a prompt
+    lower: str  # the settings by which it takes less memory
 
 
 @dataclass(frozen=True)
@@ -66,26 +71,33 @@ class Shapes:
         return self.rollout.responses // 2 if of_two else self.rollout.responses
 
     @property
+    def turns(self) -> list[Turn]:
+        """The turns of sampling: the first, and of an agent a later one; none without sampling."""
+        if self.rollout is None:
+            return []
+        lower = "rollout.batch_size or"
+        first = Turn(
+            "sampling", self.prompt, self.sampled_together, f"{lower} data.max_prompt_tokens"
+        )
+        if self.rollout.agent is None:
+            return [first]
+        width = self.prompt + self.response
+        later = Turn("sampling of a later turn", width, 1, f"{lower} rollout.max_new_tokens")
+        return [first, later]
+
+    @property
     def few(self) -> int:
         """A small width for prompts, where the check is not of shapes."""
         return min(_FEW, self.prompt)
 
 
-def sampled_rows(rollout: recipe.Rollout) -> int:
-    """Return the number of rows in a micro-batch of sampling, which is settled by now."""
-    assert rollout.batch_size != "auto"
-    return rollout.batch_size
-
-
 def logits_of(
-    policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None], *, later: bool = False
+    policy: CausalLMPolicy, shapes: Shapes, turn: Turn, numbers: Sequence[int | None]
 ) -> Values:
     """Return each made-up prompt's responses and their logits in the first steps of decoding."""
     assert shapes.rollout is not None
-    together, width = shapes.sampled_together, shapes.prompt
-    if later:
-        together, width = 1, width + shapes.response
-    size, together = prompts_at_once(policy, sampled_rows(shapes.rollout), together)
+    width = turn.width
+    size, together = prompts_at_once(policy, shapes.rollout.batch_size, turn.together)
     steps = min(_STEPS, shapes.response)
     seen: list[torch.Tensor] = []
 
@@ -93,11 +105,10 @@ def logits_of(
         seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].clone())
 
     draws = [np.random.default_rng([9, n or 0]).random((together, steps)) for n in numbers]
-    kept = keep(policy, gradients=True) if shapes.keeps and not later else None
+    kept = keep(policy, gradients=True) if shapes.keeps else None
     layout = Layout(size, 1 + width, together, steps)
-    static = static_steps(
-        policy, shapes, size=size, width=width, num_generations=together, max_new_tokens=steps
-    )
+    sizes = {"size": size, "width": width, "num_generations": together, "max_new_tokens": steps}
+    static = static_steps(policy, shapes.rollout, **sizes)
     with contextlib.nullcontext() if kept is None else kept.recording(layout):
         written = decode(
             policy,
@@ -115,16 +126,6 @@ def logits_of(
             of_one = (x[place].flatten() for x in kept.batches[0].values())
             steps_of_one += [x[:: -(-len(x) // _COLUMNS)].clone() for x in of_one]
     return values
-
-
-def static_steps(policy: CausalLMPolicy, shapes: Shapes, **sizes: int) -> StaticSteps | None:
-    """Return the run's steps over fixed tensors; None where its steps grow."""
-    assert shapes.rollout is not None
-    if not replays_graphs(policy, shapes.rollout):
-        return None
-    from dprlhf.rollout.static_steps import StaticSteps
-
-    return StaticSteps(policy, **sizes)
 
 
 def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
@@ -253,8 +254,7 @@ def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> R
     assert kept is not None
     length, width = rows.max_new_tokens, rows.width
     for batch in (part for whole in micro_batches(rows, batch_size) for part in whole.passes()):
-        together = math.gcd(rows.num_generations, batch.height // len(batch.users))
-        shared = policy.shared_rows(together, width, length)
+        shared = rows.shared_rows(policy, batch.height // len(batch.users))
         columns = width if shared > 1 else 1 + width
         with kept.recording(Layout(batch.height // shared, columns, shared, length)):
             tokens, mask = (t.to(policy.device) for t in rows.micro_batch(batch.rows))

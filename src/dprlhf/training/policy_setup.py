@@ -21,7 +21,7 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
-from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample
+from dprlhf.rollout import public_sampling_settings, resolve_batch_size, sample_public
 
 
 def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
@@ -121,12 +121,6 @@ def start_adapter(
                 f" {len(set(classes))} different values of {column!r}; rank {adapter.rank} needs"
                 f" {adapter.rank + 1}: give more public rows, or lower the rank"
             )
-    some = sample(
-        policy,
-        prompts,
-        public_sampling_settings(recipe.rollout, len(prompts), 1),
-        key=bytes(32),
-        context=("alignment", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
+    one = public_sampling_settings(recipe.rollout, len(prompts), 1)
+    some = sample_public(policy, prompts, recipe, one, "alignment")
     align_with_activations(policy, some.tokens, some.mask, recipe.update.batch_size, classes)

@@ -20,15 +20,15 @@ def resolve_dtype(recipe: R, sources: InMemoryInputs) -> R:
 
     It is the machine's choice; of a model that was given in Python, that of its weights.
     """
-    if recipe.trained.dtype != "auto":
+    if recipe.policy.dtype != "auto":
         return recipe
     dtype = str(native_dtype()).removeprefix("torch.")
     if recipe.classifier:
         dtype = "float32"
-    elif recipe.trained.model_name_or_path == IN_MEMORY and sources.policy is not None:
+    elif recipe.policy.model_name_or_path == IN_MEMORY and sources.policy is not None:
         own = sources.policy.network.get_input_embeddings().weight.dtype
         dtype = "bfloat16" if own == torch.bfloat16 else "float32"
-    trained = recipe.trained.model_copy(update={"dtype": dtype})
+    trained = recipe.policy.model_copy(update={"dtype": dtype})
     return cast(R, recipe.model_copy(update={"policy": trained}))
 
 

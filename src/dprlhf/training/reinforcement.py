@@ -6,10 +6,9 @@ in :mod:`dprlhf.updates`, which clips, releases through the gate, and moves the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,7 +117,11 @@ class Reinforcement:
 
     rewards: list[LoadedReward]
     spread: RewardSummary  # Summary of the distribution of rewards of responses to public prompts
+    warnings: list[str]  # From the check of the rewards on public prompts
     scorer: Scorer  # The weighted sum of the rewards, clipped to ± reward_range
+    known: Prompts  # The public prompts, or without them neutral ones in the form of the users'
+    shapes: Shapes
+    rows_a_user: int  # The number of responses to a user's prompt
 
     # The coordinates that carry the mean reward in each round's first release
     telemetry: TelemetryCoordinates
@@ -127,6 +130,7 @@ class Reinforcement:
         self.recipe = recipe
         self.public: Prompts | None = None
         self.guidance: Guidance | None = None
+        self.stateful: dict[str, Stateful] = {}
         self.watch: Callable[[PrivateRound], None] | None = None  # an audit's, before the update
         self.keeps = False
         self.timing: dict[str, float] = {}
@@ -137,27 +141,7 @@ class Reinforcement:
         self._last_reward: ReleasedReward | None = None
         self._before: Evaluated | None = None
 
-    @property
-    def rows_a_user(self) -> int:
-        """The number of responses to a user's prompt."""
-        return self.recipe.rollout.responses
-
-    @property
-    def known(self) -> Prompts:
-        """The public prompts, or without them a few neutral ones in the form of the users'."""
-        return self.public or self._neutral
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings from the check of the rewards on public prompts."""
-        return self.spread.warnings
-
     # --- before the run ---------------------------------------------------------------------
-
-    @property
-    def stateful(self) -> dict[str, Stateful]:
-        """The parts of this stage that a checkpoint keeps, by the name of the file."""
-        return {} if self.guidance is None else {"subspace": self.guidance}
 
     def load_policy(self, public: Users | None) -> CausalLMPolicy:
         """Return the program's own policy, or load the recipe's."""
@@ -189,9 +173,6 @@ class Reinforcement:
                 "rollout.agent: conversations of several turns have one template for all rows: set"
                 " policy.chat_template_kwargs in place of the column chat_template_kwargs"
             )
-        self._neutral = neutral_prompts(
-            conversations=users.conversations, in_rows=users.with_prompts
-        )
         if self.agent is not None:
             self.agent.agent.check_columns(users.column_names)
             if not users.conversations:
@@ -212,42 +193,37 @@ class Reinforcement:
 
     def settle(self, prepared: PreparedRun) -> None:
         """Load the rewards; decide the rollout's batch size, the adapter's start, the clip norm."""
-        plan, policy, public, processes = (
-            prepared.plan,
-            prepared.policy,
-            prepared.public,
-            prepared.processes,
-        )
+        plan, policy, processes = prepared.plan, prepared.policy, prepared.processes
+        users = prepared.users
         # A reward model takes its memory before it is found out how many responses fit into it.
         self.rewards = load_rewards(
             self.recipe.rewards, self._sources.rewards, device=processes.device
         )
-        check_declared(self.rewards, self.recipe, prepared.users.column_names)
+        check_declared(self.rewards, self.recipe, users.column_names)
         # Earlier private runs of reward models must be accounted for.
         found = {f"rewards.{i}": reward.model for i, reward in enumerate(self.rewards)}
         self._sources.models |= {key: model for key, model in found.items() if model is not None}
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
-        recipe = self.recipe
+        recipe, rollout = self.recipe, self.recipe.rollout
         # Gradients reuse the outputs of sampling; never in PPO, whose copies move. On a CPU the
         # processes share their memory.
-        rows = plan.expected_batch_size * recipe.rollout.responses * recipe.data.prompts_in_round
+        rows = plan.expected_batch_size * rollout.responses * recipe.data.prompts_in_round
         sharing = 1 if policy.device.type == "cuda" else processes.count
         self.keeps = not isinstance(recipe.update, PPO) and keeps_outputs(
             policy,
-            recipe.rollout,
+            rollout,
             rows=rows / processes.count * sharing,
             max_prompt_tokens=recipe.data.max_prompt_tokens,
         )
-        self.public = evaluated(recipe, public)
-        start_adapter(policy, recipe, public, prepared.guides)
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of sampling and of the update."""
-        recipe, rollout = self.recipe, self.recipe.rollout
-        return Shapes(
+        self.public = evaluated(recipe, prepared.public)
+        self.known = self.public or neutral_prompts(
+            conversations=users.conversations, in_rows=users.with_prompts
+        )
+        start_adapter(policy, recipe, prepared.public, prepared.guides)
+        self.rows_a_user = rollout.responses
+        self.shapes = Shapes(
             prompt=recipe.data.max_prompt_tokens,
             response=rollout.max_new_tokens,
             rows=rollout.responses,
@@ -260,12 +236,8 @@ class Reinforcement:
 
     def load(self, prepared: PreparedRun) -> None:
         """Check the rewards; make the telemetry coordinates."""
-        recipe, plan, policy, processes = (
-            self.recipe,
-            prepared.plan,
-            prepared.policy,
-            prepared.processes,
-        )
+        recipe, plan, policy = self.recipe, prepared.plan, prepared.policy
+        processes = prepared.processes
         rows = plan.expected_batch_size * recipe.rollout.responses / processes.count
         self._state = RoundState(0, plan.rounds, recipe.privacy.participations)
         if self.agent is not None:
@@ -283,6 +255,7 @@ class Reinforcement:
             most_rows=call_size(rows),
             state=self._state,
         )
+        self.warnings = self.spread.warnings
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
         rounded = processes.from_main(self.spread.rounded) | self.spread.rounded
@@ -301,6 +274,7 @@ class Reinforcement:
             assert prepared.guides is not None
             self.guidance = Guidance(recipe.update.subspace, prepared.guides, recipe.seed)
             self.guidance.check(policy.dimension)
+            self.stateful = {"subspace": self.guidance}
 
     def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
         """Evaluate a few public prompts, and put the figures into the form of their files."""
@@ -318,15 +292,12 @@ class Reinforcement:
         write_json(folder.evaluation, figures(tried, tried))
         write_json(folder.samples, samples(tried, tried))
 
-    @contextlib.contextmanager
-    def opened(self, folder: RunFolder) -> Iterator[None]:
+    def attach(self, folder: RunFolder) -> None:
         """Send what the rewards print to a file in ``secret/``."""
-        sink = partial(append_secret, folder.secret / "reward-output.txt")
-        self.scorer = Scorer(self.rewards, self.recipe.reward_range, sink=sink, state=self._state)
+        self.scorer.sink = sink = partial(append_secret, folder.secret / "reward-output.txt")
         if self.agent is not None:
             self.agent.sink = sink
             self.agent.agent.in_rounds = True
-        yield
 
     # --- the rounds -------------------------------------------------------------------------
 

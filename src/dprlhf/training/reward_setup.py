@@ -18,7 +18,7 @@ from dprlhf.rewards.check import NeverAppliesError, lacking_columns
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
-from dprlhf.rollout import public_sampling_settings, sample
+from dprlhf.rollout import public_sampling_settings, sample_public
 
 _LARGEST_CALL = 256
 """The most rows in a call of a reward, all of which are tried on public prompts first."""
@@ -72,14 +72,8 @@ def check_rewards(
     responses = recipe.rollout.responses if per_user else 1
     wanted = min(len(public), max(2, 16 // responses))
     some = public.take(np.arange(wanted) * len(public) // wanted)  # of every task, if in blocks
-    sampled = sample(
-        policy,
-        some,
-        public_sampling_settings(recipe.rollout, len(some), responses),
-        key=bytes(32),
-        context=("evaluation", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
+    rollout = public_sampling_settings(recipe.rollout, len(some), responses)
+    sampled = sample_public(policy, some, recipe, rollout, "evaluation")
     rows = rows_to_score(sampled)
     lacking = {r.name: found for r in rewards if (found := lacking_columns(r, rows))}
     unchecked: dict[str, str] = {}

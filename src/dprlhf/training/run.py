@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Protocol
@@ -171,8 +170,8 @@ class Stage(Protocol):
     def rehearse(self, prepared: PreparedRun, folder: RunFolder) -> None:
         """Evaluate a few PUBLIC rows and write the stage's files, as at the end of the run."""
 
-    def opened(self, folder: RunFolder) -> AbstractContextManager[None]:
-        """Hold open the stage's own files in the run folder."""
+    def attach(self, folder: RunFolder) -> None:
+        """Take the run folder, for what the stage writes during the rounds."""
 
     def evaluate(self, run: Run, description: str) -> Any:
         """Return the evaluation of the policy on public rows; a falsy value without such rows."""

@@ -20,7 +20,7 @@ from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, Scores
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses, sample_public
 from dprlhf.training.choices import Signal
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
@@ -50,14 +50,7 @@ def measure_signal(
     users = np.arange(len(prompts))
     slots = np.zeros_like(users)
     alone = prompts.changed(users=users, slots=slots)
-    sampled = sample(
-        policy,
-        alone,
-        rollout,
-        key=bytes(32),
-        context=("signal", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
+    sampled = sample_public(policy, alone, recipe, rollout, "signal")
     scores = score_responses(scorer, sampled)
     found = {}
     for count in responses:

@@ -8,8 +8,7 @@ update (DP-SGD with one user as the unit). The result is an adapter, and the mer
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,24 +122,19 @@ class Supervised:
         self._made_up: list[Prompts] = []
         self.public: Prompts | None = None
         self.guidance: Guidance | None = None
+        self.stateful: dict[str, Stateful] = {}
+        self.warnings: list[str] = []
+        self.rows_a_user = task.rows * recipe.data.prompts_in_round
+        self.shapes = Shapes(
+            prompt=widths[0],
+            response=widths[1],
+            rows=task.rows,
+            num_generations=1,
+            prompts=recipe.data.prompts_in_round,
+            update=recipe.update,
+        )
         self._tokens = tokens
-        self._widths = widths
         self._load = load
-
-    @property
-    def stateful(self) -> Mapping[str, Stateful]:
-        """The directions of a round's release, if there are any."""
-        return {} if self.guidance is None else {"subspace": self.guidance}
-
-    @property
-    def rows_a_user(self) -> int:
-        """The number of rows of tokens from a user's rows of data."""
-        return self.task.rows * self.recipe.data.prompts_in_round
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings for the operator: none, because there are no rewards to be out of range."""
-        return []
 
     # --- before the run ---------------------------------------------------------------------
 
@@ -150,7 +144,7 @@ class Supervised:
         policy.check_context_length(
             self._tokens,
             f"data: {self._tokens} tokens are",
-            self.recipe.trained.model_name_or_path,
+            self.recipe.policy.model_name_or_path,
         )
         return policy
 
@@ -194,7 +188,7 @@ class Supervised:
         self.public = evaluated(recipe, public)
         if self.public is not None and public is not None:
             self._check_public(prepared.policy, public, self.public.users, "evaluation.data")
-        if recipe.trained.adapter.init == "public-activations" and public is not None:
+        if recipe.policy.adapter.init == "public-activations" and public is not None:
             fitted = held_out(recipe, public)
             self._check_public(prepared.policy, public, fitted.users, "evaluation.data")
             some = self.task.encode(prepared.policy, fitted)
@@ -221,19 +215,6 @@ class Supervised:
             where = key.removesuffix("data") if found.startswith("data.") else f"{key}: "
             raise DprlhfError(where + found)
 
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of the update; a supervised stage samples nothing."""
-        prompt, response = self._widths
-        return Shapes(
-            prompt=prompt,
-            response=response,
-            rows=self.task.rows,
-            num_generations=1,
-            prompts=self.recipe.data.prompts_in_round,
-            update=self.recipe.update,
-        )
-
     def load(self, prepared: PreparedRun) -> None:
         """Check the public rows of ``update.subspace``; everything else is loaded before."""
         spec = self.recipe.update.subspace
@@ -243,6 +224,7 @@ class Supervised:
         guides, key = prepared.guides, "update.subspace.data" if spec.data else "evaluation.data"
         self.guidance = Guidance(spec, guides, self.recipe.seed)
         self.guidance.check(prepared.policy.dimension)
+        self.stateful["subspace"] = self.guidance
         rows = np.arange(guides.first, guides.rows.count)
         self._check_public(prepared.policy, guides.rows, rows, key)
 
@@ -260,9 +242,8 @@ class Supervised:
                 " another type"
             ) from None
 
-    def opened(self, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context: a supervised stage keeps no file open."""
-        return contextlib.nullcontext()
+    def attach(self, folder: RunFolder) -> None:
+        """Do nothing: a supervised stage writes no files of its own during the rounds."""
 
     # --- the rounds -------------------------------------------------------------------------
 

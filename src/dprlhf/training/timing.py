@@ -7,10 +7,10 @@ So every duration that a run publishes is measured on public prompts.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
 from dprlhf.data.public import Guides
@@ -21,7 +21,8 @@ from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.private import score_responses
-from dprlhf.rollout import sample
+from dprlhf.rollout import Responses, sample_public
+from dprlhf.rollout.sampling import Keep
 
 if TYPE_CHECKING:
     from dprlhf.training.tasks import Task
@@ -48,34 +49,32 @@ def seconds_a_response(
     # In the shapes of a private round.
     batch = prompts.take(chosen).changed(users=users, slots=slots, round_users=users)
     clock = [time.perf_counter()]
-    responses = sample(
-        policy,
-        batch,
-        rollout,
-        key=bytes(32),
-        context=("timing", recipe.seed),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        keep="gradients" if keeps else None,
-    )
+    keep: Keep = "gradients" if keeps else None
+    responses = sample_public(policy, batch, recipe, rollout, "timing", keep=keep)
     clock.append(time.perf_counter())
     score_responses(scorer, responses)
     clock.append(time.perf_counter())
     ones = np.ones(len(responses.user))
+    _differentiate(policy, responses, ones, update.clip_norm, update.batch_size)
+    clock.append(time.perf_counter())
+    seconds = np.diff(clock) / len(responses.user)
+    return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
+
+
+def _differentiate(
+    policy: CausalLMPolicy,
+    rows: Responses,
+    weights: NDArray[np.float64],
+    clip_norm: float,
+    batch_size: int,
+) -> None:
     clipped_sum(
         policy,
-        Private(Weighted(responses, ones, np.zeros((responses.users, 0)), 0.0)),
-        clip_norm=update.clip_norm,
-        batch_size=update.batch_size,
+        Private(Weighted(rows, weights, np.zeros((rows.users, 0)), 0.0)),
+        clip_norm=clip_norm,
+        batch_size=batch_size,
         reduce=lambda total: total,
     )
-    clock.append(time.perf_counter())
-    return phases(clock, len(responses.user))
-
-
-def phases(clock: Sequence[float], rows: int) -> dict[str, float]:
-    """Return the seconds per response of the phases that end and begin at these four times."""
-    seconds = np.diff(clock) / rows
-    return dict(zip(("rollout", "reward", "update"), seconds.tolist(), strict=True))
 
 
 def seconds_a_round(
@@ -112,11 +111,5 @@ def seconds_a_row(
     encoded = task.encode(policy, rows)
     start = time.perf_counter()
     weights = task.weights(policy, encoded, batch_size)
-    clipped_sum(
-        policy,
-        Private(Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)),
-        clip_norm=clip_norm,
-        batch_size=batch_size,
-        reduce=lambda total: total,
-    )
+    _differentiate(policy, encoded, weights, clip_norm, batch_size)
     return (time.perf_counter() - start) / len(rows)

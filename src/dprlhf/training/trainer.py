@@ -130,7 +130,7 @@ def complete(run: Run) -> Any:
 
 def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[str]:
     """Return what an operator wants to read before the first round; all of it is public."""
-    plan, trained = run.plan, run.recipe.trained
+    plan, trained = run.plan, run.recipe.policy
     rollout = run.recipe.rollout if isinstance(run.recipe, Recipe) else None
     whole = card.get("total", card)
     promise = "none: no noise is added (a baseline)"

@@ -124,10 +124,9 @@ class _Passes:
         responses: Responses,
         batch: MicroBatch,
     ) -> None:
-        together = math.gcd(responses.num_generations, batch.height)
         self._policy, self._tokens, self._mask = policy, tokens, mask
         self._length = responses.max_new_tokens
-        self._shared_rows = policy.shared_rows(together, responses.width, self._length)
+        self._shared_rows = responses.shared_rows(policy, batch.height)
         self._height, self._users = batch.height, len(batch.users)
         self._old: list[torch.Tensor] = []  # of θ₀: the first gradient is taken without a move
 
