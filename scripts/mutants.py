@@ -2,8 +2,8 @@
 
 A mutant is a small change to ``src/dprlhf`` that breaks the privacy guarantee. It is applied to a
 copy of ``src``, never to the tree, and the tests run on that copy: first those that the mutant
-names, then the common suite, up to the first failure. ``tests/mutants/README.md`` says which test
-caught which, and ``docs/results/attack.json`` how many.
+names, then the common suite, up to the first failure. ``docs/results/attack.json`` says how many
+are caught.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
 has one that does not end in time. The test files that caught one run on the unchanged source, too,
@@ -32,13 +32,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "mutants"
-TABLE = FOLDER / "README.md"
 RESULTS = ROOT / "docs" / "results" / "attack.json"
 CONTROL = "unchanged source"
 
@@ -362,17 +360,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> N
     os.dup2(log, 1)
     os.dup2(log, 2)
     verdict = Verdict(report)
-    options = [
-        "-x",
-        "-q",
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
-    options += [f"--basetemp={copy / 'tmp'}"]
+    options = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist"]
+    options += ["-p", "no:cacheprovider", f"--basetemp={copy / 'tmp'}"]
     code = 0
     # By themselves first: pytest drops a test from its list where its whole file comes later.
     for chosen, which in ((tests[:named], "not gpu"), (tests[named:], "not slow and not gpu")):
@@ -472,39 +461,6 @@ def run(tasks: list[Task], cache: Path, jobs: int, timeout: float) -> dict[str, 
     return {task.name: held[task.name] for task in tasks}
 
 
-# --- what it found ---------------------------------------------------------------------------
-
-
-def table(mutants: list[Mutant], found: dict[str, Any]) -> str:
-    """Return ``tests/mutants/README.md``."""
-    rows = []
-    for mutant in mutants:
-        files = ", ".join(sorted({place.removeprefix("dprlhf.") for place, _, _ in mutant.changes}))
-        kind = outcome(found[mutant.name])
-        test = found[mutant.name]["test"].removeprefix("tests/")
-        shown = f"`{test}`" if kind == "caught" else f"**{kind}**"
-        rows.append(f"| {mutant.bug} | `{files}` | {shown} |")
-    caught = sum(outcome(found[m.name]) == "caught" for m in mutants)
-    return "\n".join(
-        [
-            "# Planted bugs",
-            "",
-            f"{len(mutants)} privacy bugs that somebody could write, of which {caught} are caught,"
-            " each by the test that",
-            "failed first. They are in `tests/mutants`, one small file each; `make mutants` plants"
-            " each into a copy",
-            "of the source and runs the tests on it (`scripts/mutants.py`, which writes this"
-            " table; last on",
-            f"{date.today()}). Newer ones are planted when they are written; `--list` names all.",
-            "",
-            "| bug | where | caught by |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=2)
@@ -539,7 +495,6 @@ def main() -> int:
         sys.path.insert(0, str(ROOT / "src"))
         from dprlhf.runs.measurements import Result, write_results
 
-        TABLE.write_text(table(mutants, found))
         number, passing = len(mutants), len(files) - len(failing)
         write_results(
             RESULTS,

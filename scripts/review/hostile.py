@@ -1,15 +1,12 @@
-"""What users' rows could do to a run by what they hold, before and after.
+"""What users' rows could do to a run by what they hold.
 
-Writes rows to ``docs/results/review.json``, in about a minute on one core. With ``--before`` it
-measures an older source, which is to be first on the path::
+Writes rows to ``docs/results/review.json``, in about a minute on one core::
 
-    PYTHONPATH=../before/src python -m scripts.review.hostile --before
     PYTHONPATH=src python -m scripts.review.hostile
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import subprocess
@@ -151,9 +148,6 @@ def hostile_users(folder: Path) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", action="store_true", help="name the rows as of an older source")
-    when = "before" if parser.parse_args().before else "now"
     random.seed(0)
     measures: dict[str, tuple[Callable[[Path], float], str, float]] = {
         "further users by carriage returns in a text": (carriage_returns, "users", 0),
@@ -165,15 +159,15 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         rows = [
-            Result(f"hostile: {name}, {when}", value, unit, f"at most {most:g}", value <= most)
+            Result(f"hostile: {name}, now", value, unit, f"at most {most:g}", value <= most)
             for name, (measure, unit, most) in measures.items()
             for value in [measure(Path(folder))]
         ]
         tried, ended, moved = hostile_users(Path(folder))
     rows += [
-        Result(f"hostile: users tried, {when}", tried, "users", "at least 2,000", tried >= 2_000),
-        Result(f"hostile: readings ended by them, {when}", ended, "readings", "0", ended == 0),
-        Result(f"hostile: other users moved, {when}", moved, "users", "0", moved == 0),
+        Result("hostile: users tried, now", tried, "users", "at least 2,000", tried >= 2_000),
+        Result("hostile: readings ended by them, now", ended, "readings", "0", ended == 0),
+        Result("hostile: other users moved, now", moved, "users", "0", moved == 0),
     ]
     write_results(OUT, rows)
     for row in rows:

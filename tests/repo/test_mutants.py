@@ -1,6 +1,6 @@
 """The planted bugs of ``tests/mutants``: each still fits the source, and some are planted here.
 
-``make mutants`` plants them all; ``tests/mutants/README.md`` says which test caught which.
+``make mutants`` plants them all; ``tests/mutants/README.md`` says how to plant one.
 """
 
 import sys
