@@ -88,7 +88,7 @@ def test_hostile_users_are_alone_in_it(asked: str, tmp_path: Path) -> None:
     assert all(len(ids) <= LONGEST for ids in policy.encode(whole.prompts, LONGEST))
     assert len(told) == count - len(whole) > count // 4
     assert not any(hostile.CANARY in line for line in told)
-    for act in (users.digest, users.identities, lambda: users.traces("user")):
+    for act in (users.digest, users.identities, lambda: users.traces(["user"])):
         open_private(act())
     open_private(users.left_out(lambda prompts: [False] * len(prompts)))
 

@@ -305,7 +305,7 @@ def test_what_is_too_large_is_never_read(large: Any, tmp_path: Path) -> None:
         assert made.count == 4
         open_private(made.digest())
         assert len(open_private(made.identities())) >= 3
-        open_private(made.traces(column))
+        open_private(made.traces(data.owners))
     assert all(len(str(prompt)) <= 5_000 for prompt in read)
     assert [line[:20] for line in told] == ["row 2 is left out: i"] * 2
     public = Users(load_rows(data), data)
@@ -462,7 +462,7 @@ def test_every_user_is_known_again_however_many_there_are(rows, monkeypatch):
     named = open_private(made.hashed(lambda names: {name.encode() for name in names}))
     kind = "u" if rows else "p"
     assert named == {f"{kind}{i}".encode() for i in range(5)}
-    assert len(open_private(made.traces("user"))["text"]) == 5
+    assert len(open_private(made.traces(["user"]))["text"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_a_user_is_known_again_however_a_file_spells_the_name(one, another):
         return open_private(of.hashed(lambda names: {name.encode() for name in names}))
 
     assert keyed(made[0]) & keyed(made[1])
-    traced = [open_private(m.traces("user"))["user"] for m in made]
+    traced = [open_private(m.traces(["user"]))["user"] for m in made]
     assert np.isin(traced[0], traced[1]).any()
     known = [open_private(m.identities()) for m in made]
     assert np.isin(known[0], known[1]).any()
@@ -590,8 +590,8 @@ def test_rows_are_read_alike_whatever_the_format_of_their_dataset(kind, form, tm
                    for r in (read, datasets.Dataset.from_dict(TALKS)))  # fmt: skip
     assert prompts_of(made) == [[prompt] for prompt in TALKS["prompt"]]
     assert made.select(np.arange(2)).columns == {"answer": [1, 2], "user": ["a", "b"]}
-    for name, hashes in open_private(plain.traces("user")).items():
-        assert open_private(made.traces("user"))[name].tolist() == hashes.tolist()
+    for name, hashes in open_private(plain.traces(["user"])).items():
+        assert open_private(made.traces(["user"]))[name].tolist() == hashes.tolist()
     assert open_private(made.digest()) == open_private(plain.digest())
     assert rows_from(datasets.Dataset.from_dict(TALKS), "prompt").to_dict() == TALKS
 
@@ -1146,7 +1146,7 @@ def test_rows_are_known_by_all_their_columns() -> None:
     hashed = [open_private(each.hashed(lambda names: {n.encode() for n in names}))
               for each in (first, second)]  # fmt: skip
     assert len(hashed[0] & hashed[1]) == 2
-    traces = [open_private(each.traces("who"))["text"] for each in (first, second)]
+    traces = [open_private(each.traces(["who"]))["text"] for each in (first, second)]
     assert np.isin(traces[0], traces[1]).sum() == 2
 
 
@@ -1158,7 +1158,7 @@ def test_a_row_to_which_an_environment_gives_the_prompt_is_a_user_even_without_v
 
 def test_the_name_of_an_environment_alone_is_nobodys_row() -> None:
     users = users_of({"environment": ["a", "b"]})
-    assert len(open_private(users.traces(None))["text"]) == 0
+    assert len(open_private(users.traces([]))["text"]) == 0
     assert users.count == 2
 
 

@@ -89,6 +89,22 @@ def reserved(book: Book) -> list[str]:
 
 
 @pytest.mark.slow
+def test_each_person_of_a_pair_pays(model: str) -> None:
+    """Whoever was with somebody else before pays for both runs, and so does each of those."""
+    book = Book.create("book.db", "talks", epsilon=50.0, delta=1e-5, unit="a,b")
+    talks = [{"a": f"a{i}", "b": f"b{i}", "prompt": f"user {i} says"} for i in range(USERS)]
+    others = [row | {"b": f"c{i}"} for i, row in enumerate(talks)]
+    swapped = [row | {"a": row["b"], "b": row["a"]} for row in talks]
+    for name, rows in (("one", talks), ("two", others), ("three", swapped)):
+        train(model, name, prompts=rows, data__user_column=["a", "b"])
+    sizes = [row["users"] for row in book.read()["reservations"] if row["name"]]
+    assert sizes == [2 * USERS] * 3
+    assert book.read()["users"] == 3 * USERS
+    with pytest.raises(DprlhfError, match="budget for users by the column 'a,b', and this run"):
+        train(model, "four", prompts=talks, data__user_column="a")
+
+
+@pytest.mark.slow
 def test_a_run_reserves_before_its_first_charge_and_the_second_is_refused(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,37 @@ def test_others_are_the_same_to_the_bit(model, key, tmp_path, unit, deleted):
 
 
 @pytest.mark.slow
+def test_a_person_of_a_pair_takes_its_rows_along(model, key, tmp_path):
+    """Neither the other person nor whom that one shared rows with is moved to another user."""
+    talks = [{"a": f"p{i}", "b": f"p{i + 1}", "prompt": f"{i} asks {n}"}
+             for i in range(60) for n in (1, 2)]  # fmt: skip
+    common = {"data__user_column": ["b", "a"], "data__max_prompts_per_user": 2}
+    users = Users(Dataset.from_list(talks), Data(path="in-memory", user_column=["a", "b"]))
+    gone = users.select(np.array(in_the_last_round(users.count)))
+    assert 60 > users.count > len(gone.prompts) / 2 > 0
+    run = stopped(settings(model, tmp_path, talks, **common))
+    names = gone.columns["b"]
+    assert erase(run, names)["people"] == len(gone.prompts) / 2
+    left = [row for row in talks if not {row["a"], row["b"]} & {*names}]
+    written(tmp_path, left)
+    dprlhf.resume(run, reward=lower_case, quiet=True)
+    blank = [row if row in left else row | {"prompt": None} for row in talks]
+    for name, rows in (("blank", blank), ("whole", talks)):
+        stopped(settings(model, tmp_path, rows, **common, output_dir=tmp_path / name))
+        dprlhf.resume(tmp_path / name, reward=lower_case, quiet=True)
+    assert equal(run, tmp_path / "blank")
+    assert not equal(run, tmp_path / "whole")
+    card = json.loads((run / "privacy.json").read_text())
+    assert card["users"] == users.count
+    assert card["unit"] == (
+        "user = one person; each row belongs to all whom 'a' and 'b' name; each person is in the"
+        " rows of one such group, and one vector is clipped for these, at most 2 prompts"
+    )
+    assert f"the number of groups, {users.count}" in card["assumed_public"]
+    assert any("who shares rows with whom ('a' and 'b')" in one for one in card["assumed_public"])
+
+
+@pytest.mark.slow
 def test_several_withdraw_and_a_statement_says_what_is_left(model, key, tmp_path):
     rows = rows_of(36)
     run = stopped(settings(model, tmp_path, rows, data__user_column="who"))

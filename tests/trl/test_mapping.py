@@ -90,6 +90,7 @@ def value(recipe: Any, key: str) -> Any:
         ({"privacy_delta": 1e-7}, "privacy.delta", 1e-7),
         ({"delta": 1.5}, "privacy.delta", 1e-5),
         ({"privacy_unit": "who"}, "data.user_column", "who"),
+        ({"privacy_unit": ["who", "to"]}, "data.user_column", ["to", "who"]),
         ({"privacy_max_prompts_per_user": 3}, "data.max_prompts_per_user", 3),
         ({"privacy_max_prompt_tokens": 30}, "data.max_prompt_tokens", 30),
         ({"privacy_adjacency": "replace-one"}, "privacy.adjacency", "replace-one"),

@@ -437,6 +437,11 @@ def test_users_are_those_of_the_column(model: str, tmp_path: Path) -> None:
     assert made.privacy["users"] == 30
     with pytest.raises(DprlhfError, match="user_column='who'"):
         trainer(model, tmp_path / "b", user_column="who", privacy_unit="prompt")
+    talks = Dataset.from_list([{**row, "to": 100 + i // 4} for i, row in enumerate(rows)])
+    both = trainer(model, tmp_path / "c", train_dataset=talks, user_column=["who", "to"])
+    assert both.recipe.data.user_column == ["to", "who"]
+    both.train()
+    assert both.privacy["users"] == 15
 
 
 def adapted(model: str, config: Any, move: float = 0.0) -> Any:

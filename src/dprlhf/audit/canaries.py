@@ -379,8 +379,7 @@ def _rows(data: settings.Data, prompts: list[str], **columns: list[Any]) -> list
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
         row = {"prompt": prompt} | {name: values[i] for name, values in columns.items()}
-        name = data.user_column
-        rows.append(row if name is None or name in row else {**row, name: str(i)})
+        rows.append(row | {name: str(i) for name in data.owners if name not in row})
     return rows
 
 

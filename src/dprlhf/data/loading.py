@@ -126,7 +126,7 @@ _WITHOUT_TYPES = ("csv", "json", "text")
 
 def _texts(spec: recipe.Data) -> set[str]:
     """Return the columns that are texts whatever they hold: prompts, and the names of users."""
-    return {spec.prompt_column, spec.user_column or spec.prompt_column}
+    return {spec.prompt_column, *spec.owners}
 
 
 def _read_split(builder: Any, spec: recipe.Data) -> Any:

@@ -129,22 +129,24 @@ class Users:
         *,
         may_lack_prompts: bool = False,
         absent: Collection[int] = (),  # users whose rows have been deleted; they count in N
+        groups: Collection[int] | None = None,  # hashes of those of several owners; None: matched
     ) -> None:
-        self._rows = rows
+        self._given = self._rows = rows
         self._may_lack_prompts = may_lack_prompts
         self._absent = sorted({*absent})
         self._spec = spec
         if len(rows) == 0:
             raise DprlhfError(f"data {spec.path!r}: the dataset is empty")
         check_decodable(rows, f"data {spec.path!r}")
-        asked = spec.model_dump(include={n for n in type(spec).model_fields if "_column" in n})
+        keys = {n for n in type(spec).model_fields if "_column" in n} - {"user_column"}
+        asked = spec.model_dump(include=keys)
         # A column by another name was asked for: without it, its name is misspelt.
         lacking = spec.prompt_column not in rows.column_names
         self.with_prompts = not (may_lack_prompts and lacking and spec.prompt_column == "prompt")
         if not self.with_prompts:
             del asked["prompt_column"]
         self._columns = list(spec.columns if self.with_prompts else rows.column_names)
-        for key, column in asked.items():
+        for key, column in (*asked.items(), *(("user_column", owner) for owner in spec.owners)):
             wanted = column in spec.columns or key == "user_column"
             if wanted and column is not None and column not in rows.column_names:
                 raise DprlhfError(
@@ -153,11 +155,16 @@ class Users:
                 )
             if column in self._columns and key not in ("user_column", "label_column"):
                 check_readable(rows, column, f"data {spec.path!r}: {key}")
-        self._too_large = _too_large(rows)
+        self._too_large, owner = _too_large(rows), None
+        if len(spec.owners) > 1:
+            from dprlhf.data.names import matched
+
+            kept, owner = matched(rows, spec, groups)
+            self._rows, self._too_large = rows.select(kept), self._too_large[kept]
         # Takes a line about a row that cannot be read, for the operator alone.
         self.tell: Callable[[str], object] = lambda line: None
         self._told: set[int] = set()
-        self._order, sizes = _group(rows, spec)
+        self._order, sizes = _group(self._rows, spec, owner)
         self.count = len(sizes) + len(self._absent)  # N, which is assumed to be public
         if self._absent:
             there = np.delete(np.arange(self.count), self._absent)
@@ -193,7 +200,7 @@ class Users:
         all columns count, or what a user has beside the prompt could change places unseen.
         """
         state = hashlib.sha256()
-        names = [c for c in (self._spec.user_column, *self._columns) if c is not None]
+        names = [*self._spec.owners, *self._columns]
         names = list(dict.fromkeys(names)) if not self.with_prompts else names
         rows = self._rows
         if self.with_prompts and self._spec.user_column is None:
@@ -207,20 +214,35 @@ class Users:
         return Private(state.hexdigest())
 
     def numbers_of(self, names: Sequence[str]) -> Private[list[int]]:
-        """Return the numbers of users, given by their names."""
-        column = self._spec.user_column
-        if column is None:
+        """Return the numbers of users, given by their names, or by that of one of their people."""
+        columns = self._spec.owners
+        if not columns:
             numbers = {str(self._spec.skip + n + 1): n for n in range(self.count)}
         else:
             there = np.flatnonzero(np.diff(self._starts))
             first = self._rows.select(self._order[self._starts[there]])
-            named = first.select_columns([column])[column]
-            numbers = {known_as(name): int(n) for name, n in zip(named, there, strict=True)}
+            numbers = {}
+            for column in columns:
+                named = first.select_columns([column])[column]
+                numbers |= {known_as(one): int(n) for one, n in zip(named, there, strict=True)}
         unknown = [name for name in names if known_as(name) not in numbers]
         if unknown:
-            what = "row" if column is None else f"user in the column {column!r}"
+            what = f"user in the column {self._spec.unit!r}" if columns else "row"
             raise DprlhfError(f"data {self._spec.path!r}: there is no {what} {unknown[0]!r}")
         return Private([numbers[known_as(name)] for name in names])
+
+    def groups(self) -> list[int]:
+        """Return a hash of the people of each user; none where a row has one owner or none."""
+        if len(self._spec.owners) < 2:
+            return []
+        from dprlhf.data.names import groups_in, hash_of_group
+
+        return sorted({hash_of_group(group) for group in groups_in(self._rows, self._spec)[0]})
+
+    def of_groups(self, groups: Collection[int]) -> Users:
+        """Return the users with these hashes, whoever else shares rows with whom."""
+        lack = self._may_lack_prompts
+        return Users(self._given, self._spec, may_lack_prompts=lack, groups=groups)
 
     def with_gaps(self, absent: Collection[int]) -> Users:
         """Return the users of these rows if those of some numbers have been deleted from them."""
@@ -270,14 +292,14 @@ class Users:
         gives each row its prompt, whatever values the row lacks. Without names a row that is too
         large is nobody's, as one without a prompt is.
         """
-        column, rows = self._spec.user_column, self._rows
-        if column is None:
+        named, rows = self._spec.owners, self._rows
+        if not named:
             rows = self._of_bounded_size(rows)
-            column = self._spec.prompt_column if self.with_prompts else None
-        columns = [column] if column is not None else sorted(self._columns)
+            named = [self._spec.prompt_column] if self.with_prompts else []
+        columns = named or sorted(self._columns)
         for batch in rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
-            if column is not None:
-                yield [value for value in batch[column] if value is not None]
+            if named:
+                yield [value for column in named for value in batch[column] if value is not None]
             else:
                 yield [list(row) for row in zip(*(batch[c] for c in columns), strict=True)]
 
@@ -287,7 +309,7 @@ class Users:
         return rows.select(np.flatnonzero(~few)) if few.any() else rows
 
     def traces(
-        self, user_column: str | None, first: int | None = None
+        self, owners: Sequence[str], first: int | None = None
     ) -> Private[dict[str, NDArray[np.uint64]]]:
         """Return hashes by which rows are recognised in another source.
 
@@ -303,16 +325,15 @@ class Users:
         beside = {getattr(spec, key, None) for key in ("label_column", "logprob_column")}
         texts = [c for c in self._columns if c not in beside]
         if not self.with_prompts:  # an environment's name alone is nobody's text
-            texts = sorted(set(texts) - {"environment", user_column})
-        named = [user_column] if user_column in rows.column_names else []
+            texts = sorted(set(texts) - {"environment", *owners})
+        named = [column for column in owners if column in rows.column_names]
         found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
         for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
             whole = zip(*(batch[c] for c in texts), strict=True)
             seen = {"text": [plain(list(row)) for row in whole]}
             if spec.prompt_words is not None and self.with_prompts:
                 seen["prompt"] = [plain(_shorten(p, spec)) for p in batch[spec.prompt_column]]
-            if named:
-                seen["user"] = [written(name) for name in batch[named[0]]]
+            seen["user"] = [written(name) for column in named for name in batch[column]]
             for kind, values in seen.items():
                 some = [value for value in values if value]  # "" is nobody's text
                 found[kind].append(np.unique(hash_of(some)))
@@ -321,10 +342,10 @@ class Users:
 
     def has_rows_of(self, other: Users) -> bool:
         """Return whether all rows are those of ``other``, in the same order and in all columns."""
-        if len(self._rows) != len(other._rows) or self.column_names != other.column_names:
+        if len(self._given) != len(other._given) or self.column_names != other.column_names:
             return False
         both = [
-            one._rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE) for one in (self, other)
+            one._given.with_format("arrow").iter(batch_size=ROWS_AT_ONCE) for one in (self, other)
         ]
         return all(a.equals(b) for a, b in zip(*both, strict=True))
 
@@ -405,11 +426,12 @@ class Users:
     def left_out(self, cut: Callable[[Prompts], Sequence[bool]]) -> Private[Counter[str]]:
         """Count the rows that a run leaves out, cannot read, or cuts.
 
-        All rows ``beyond`` the first of their user; and of the prompts of the first
+        All ``unmatched`` rows, whose people are not a user together; all ``beyond`` the first of
+        their user; and of the prompts of the first
         :data:`LOOKED_AT` users those that are ``missing``, ``empty``, ``cut`` or ``unreadable``.
         """
         looked = np.arange(min(self.count, LOOKED_AT))
-        found = Counter[str]()
+        found = Counter(unmatched=len(self._given) - len(self._rows))
         for start in range(0, len(looked), _AT_ONCE):
             found += self._faults(*self._kept_rows(looked[start : start + _AT_ONCE]), cut)
         return self.dropped_prompts.map(lambda beyond: found + Counter(beyond=beyond))
@@ -456,7 +478,9 @@ def _too_large(rows: Any) -> NDArray[np.bool_]:
     return np.concatenate(found)
 
 
-def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _group(
+    rows: Any, spec: recipe.Data, owner: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows in the order of their users, and the number of rows of each user."""
     if spec.user_column is None:
         return np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
@@ -464,7 +488,7 @@ def _group(rows: Any, spec: recipe.Data) -> tuple[NDArray[np.int64], NDArray[np.
     # and with them the batches of a stream.
     from dprlhf.data.names import user_codes
 
-    owner = user_codes(rows, spec)
+    owner = user_codes(rows, spec) if owner is None else owner
     order = np.argsort(owner, kind="stable")
     return order, np.bincount(owner)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
 
@@ -22,7 +22,9 @@ class Data(Settings):
             With ``rollout.agent.environment`` there may be no column ``prompt``: the prompt is then
             what ``reset`` returns.
         user_column: Column that identifies the user: rows with the same value belong to one user.
-            Null makes every row a user of its own.
+            Null makes every row a user of its own. A list names the columns of several owners, such
+            as the two people of a conversation: the unit is then one person, and of the rows only
+            those of pairs are used that share nobody (:func:`~dprlhf.data.names.matched`).
         max_prompts_per_user: Number of prompts that a user keeps: the first ones, in the order of
             the rows. Further ones are dropped.
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
@@ -38,7 +40,7 @@ class Data(Settings):
     name: str | None = None
     split: str = "train"
     prompt_column: str = "prompt"
-    user_column: str | None = None
+    user_column: str | list[str] | None = None
     max_prompts_per_user: PositiveInt = 4
     prompt_words: PositiveInt | None = None
     max_prompt_tokens: PositiveInt = 64
@@ -49,6 +51,27 @@ class Data(Settings):
     def columns(self) -> tuple[str, ...]:
         """Names of the columns that every row must have, without the user column."""
         return (self.prompt_column,)
+
+    @field_validator("user_column")
+    @classmethod
+    def _in_one_order(cls, given: str | list[str] | None) -> str | list[str] | None:
+        """Sort several columns, as it says nothing which comes first; one is no list."""
+        if not isinstance(given, list):
+            return given
+        if not given or len(set(given)) < len(given):
+            raise ValueError("give the name of a column, or a list of different ones")
+        return sorted(given) if len(given) > 1 else given[0]
+
+    @property
+    def owners(self) -> list[str]:
+        """The columns that name whose a row is; none where every row is a user."""
+        named = self.user_column
+        return [] if named is None else named if isinstance(named, list) else [named]
+
+    @property
+    def unit(self) -> str | None:
+        """The privacy unit as ledgers and budget books write it; None where it is a row."""
+        return ",".join(self.owners) or None
 
     @property
     def prompts_in_round(self) -> int:

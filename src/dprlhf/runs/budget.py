@@ -79,7 +79,7 @@ def reserve(
         ),
         open_private(users.hashed(book.hashed)),
         dataset=recipe.privacy.dataset,
-        unit=recipe.data.user_column,
+        unit=recipe.data.unit,
         earlier=[
             budget.Spending(r.run, r.name, r.stage, Mechanism(**r.mechanism), 1 + r.tuning_runs)
             for r in earlier.records
@@ -104,7 +104,7 @@ def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Res
     users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
     book = budget.Book(name)
     hashes = open_private(users.hashed(book.hashed))
-    return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.user_column)
+    return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.unit)
 
 
 def _marks(runs: Iterable[Path]) -> Iterator[budget.Mark]:

@@ -49,12 +49,16 @@ def privacy_card(
 
     With earlier runs it states their ``total`` beside the guarantee of this run alone.
     """
-    unit = (
-        f"all rows with one value of '{recipe.data.user_column}'"
-        if recipe.data.user_column
-        else "one row of the prompt dataset"
-    )
-    most = recipe.data.max_prompts_per_user if recipe.data.user_column else 1
+    owners, most = recipe.data.owners, recipe.data.prompts_in_round
+    columns = " and ".join(map(repr, owners))
+    unit = f"all rows with one value of {columns}" if owners else "one row of the prompt dataset"
+    graph = []  # of who shares rows with whom
+    if len(owners) > 1:
+        unit = (
+            f"one person; each row belongs to all whom {columns} name; each person is in the rows"
+            " of one such group, and one vector is clipped for these"
+        )
+        graph = [f"who shares rows with whom ({columns}), from which the groups are chosen"]
     risk = None  # what a guess about one person can gain from this run and the earlier ones
     if plan.private and math.isfinite(total(plan, earlier).epsilon):
         risk = asdict(risk_of(all_records(plan, earlier)))
@@ -81,7 +85,8 @@ def privacy_card(
             f"the {source.label}: {_origin(source, earlier)}" for source in recipe.sources
         ]
         + [
-            f"the number of users, {plan.users}",
+            f"the number of {'groups' if graph else 'users'}, {plan.users}",
+            *graph,
             "the names of the data's columns, and whether each holds texts, numbers or dates",
             f"the recipe, its seed, and the public evaluation prompts{declared}",
             *guides,

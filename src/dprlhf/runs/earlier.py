@@ -83,10 +83,10 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
     disjoint = [run for run, users in said.items() if users == {"disjoint"}]
     check_lineage(recipe, found)
     for record in found.values():
-        if record.unit != recipe.data.user_column:
+        if record.unit != recipe.data.unit:
             raise DprlhfError(
                 f"previous: {record.name} protects {_unit(record.unit)}, this run"
-                f" {_unit(recipe.data.user_column)}, so there is no one statement for both: give"
+                f" {_unit(recipe.data.unit)}, so there is no one statement for both: give"
                 " both the same data.user_column"
             )
         if not record.mechanism["noise_multiplier"] and not recipe.privacy.baseline:

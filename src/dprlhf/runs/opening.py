@@ -82,7 +82,7 @@ def open_ledger(
         {
             **plan.terms(),
             **earlier.terms(),
-            "unit": recipe.data.user_column,
+            "unit": recipe.data.unit,
             "recipe_sha256": recipe_digest(recipe),
             "key_commitment": commitment(key),
         },
@@ -94,6 +94,8 @@ def present(folder: RunFolder, users: Users) -> Users:
     held = _withdrawn(folder)
     if not held["users"]:
         return users
+    if "groups" in held:  # the rows of those who have withdrawn may be gone, and decide nothing
+        users = users.of_groups(held["groups"])
     digest = open_private(users.digest())
     if digest not in held["digests"]:  # of other data: the check of the run's users says so
         return users
@@ -113,7 +115,10 @@ def withdraw(folder: RunFolder, recipe: AnyRecipe, users: Users, names: Sequence
     gone = {number for numbers in held["users"] for number in numbers}
     new = sorted(set(open_private(users.numbers_of(names))) - gone)
     if new:
-        after = open_private(users.without(new).digest())
+        left = users.without(new)
+        after = open_private(left.digest())
+        if groups := left.groups():
+            held["groups"] = groups
         held["users"].append(new)
         held["digests"] = [*(held["digests"] or [digest]), after]
         # In this order: after a crash between both the run is refused, and erasing again mends it.
@@ -247,6 +252,8 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
     """
     found = open_private(users.left_out(cut))
     meaning = {
+        "unmatched": "of people of whom one is a user with somebody else (data.user_column): left"
+        " out",
         "beyond": f"beyond the first {most} of their user (data.max_prompts_per_user): left out",
         "missing": "without a prompt: they contribute nothing",
         "unreadable": "that cannot be read, as where the chat template refuses a conversation, or"
@@ -275,7 +282,7 @@ def check_public(
     run is refused, not for which row or how many. ``evaluation.declared_public`` skips the check of
     its rows, unless they are the users' rows as a whole: no declaration makes those public.
     """
-    column = recipe.data.user_column
+    owners = recipe.data.owners
     shown: dict[str, Private[dict[str, NDArray[np.uint64]]]] = {}
     evaluation = recipe.evaluation
     if public is not None and evaluation is not None and evaluation.declared_public:
@@ -291,10 +298,10 @@ def check_public(
         first = None  # all rows
         if used is not None and probed is not None:
             first = max(used, evaluation.prompts + probed)
-        shown["evaluation"] = public.traces(column, first)
+        shown["evaluation"] = public.traces(owners, first)
     if guides is not None and guides.rows is not public:
-        shown["update.subspace"] = guides.rows.traces(column)
-    private = open_private(users.traces(column)) if shown else {}
+        shown["update.subspace"] = guides.rows.traces(owners)
+    private = open_private(users.traces(owners)) if shown else {}
     for section, traces in shown.items():
         found = open_private(traces)
         # A prompt that was cut is compared with whole texts alone: many texts begin alike.
@@ -302,7 +309,7 @@ def check_public(
         if any(np.isin(found[a], private[b]).any() for a, b in pairs):
             raise DprlhfError(
                 f"{section}.data: some of its rows are users' rows, too (the same text"
-                + (f", or the same {column}" if column else "")
+                + (f", or the same {' or '.join(owners)}" if owners else "")
                 + f"), and {_SHOWN[section]}: take rows of nobody among the users"
                 + _DECLARE[section]
             )

@@ -109,11 +109,11 @@ def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
     return load_policy_of(recipe, model=given, tokenizer=tokenizer)
 
 
-def with_user_column(config: C, column: str | None) -> C:
+def with_user_column(config: C, column: str | list[str] | None) -> C:
     """Return a copy of a config whose ``privacy_unit`` is the trainer's ``user_column``."""
     own: Any = copy.copy(config)
-    if column is not None and not isinstance(column, str):
-        raise DprlhfError(f"user_column: give the name of a column, not {column!r}")
+    if column is not None and not isinstance(column, str | list):
+        raise DprlhfError(f"user_column: give the name of a column, or a list, not {column!r}")
     if column is not None:
         if own.privacy_unit not in (None, column):
             raise DprlhfError(

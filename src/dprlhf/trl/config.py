@@ -41,7 +41,8 @@ class PrivacyFields:
         privacy_epsilon: Largest ε that the run may spend; ``math.inf`` is a baseline without noise.
         privacy_noise_multiplier: Noise multiplier z, in place of ``privacy_epsilon``.
         privacy_delta: δ; keep it well below 1 / (number of users).
-        privacy_unit: Column that names the user; None makes every row a user of its own.
+        privacy_unit: Column that names the user, or columns of a row's several owners; None makes
+            every row a user of its own.
         privacy_max_prompts_per_user: Number of prompts that a user keeps.
         privacy_max_prompt_tokens: Longer prompts keep their last tokens. None takes the length of
             the rows of ``eval_dataset``, or 512 without them and what the tools take, and never
@@ -69,7 +70,7 @@ class PrivacyFields:
         default=None, metadata={"help": "The noise multiplier z, in place of privacy_epsilon."}
     )
     privacy_delta: float = field(default=1e-5, metadata={"help": "δ of the guarantee."})
-    privacy_unit: str | None = field(
+    privacy_unit: list[str] | str | None = field(
         default=None, metadata={"help": "Column that names the user; rows are users without it."}
     )
     privacy_max_prompts_per_user: int = field(

@@ -74,7 +74,7 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
         quantization_config: Any = None,
         peft_config: Any = None,
         *,
-        user_column: str | None = None,
+        user_column: str | list[str] | None = None,
     ) -> None:
         """Check the arguments, load the model, and write nothing.
 
@@ -94,7 +94,8 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
             optimizers: Refused: ``args.optim`` names the optimizer.
             quantization_config: How to quantise the frozen base model; with ``peft_config``.
             peft_config: PEFT config of the adapter; None takes the recipe's default.
-            user_column: Column that identifies the user; sets ``args.privacy_unit``.
+            user_column: Column that identifies the user, or columns of a row's several owners; sets
+                ``args.privacy_unit``.
 
         Raises:
             DprlhfError: An argument is wrong, or cannot be private; the message says why.

@@ -110,7 +110,7 @@ class PrivateTrainer(Generic[C]):
         environment_factory: Any = None,
         *,
         compute_metrics: Any = None,
-        user_column: str | None = None,
+        user_column: str | list[str] | None = None,
     ) -> None:
         """Check the arguments, load the model, and write nothing.
 
@@ -143,7 +143,8 @@ class PrivateTrainer(Generic[C]):
                 evaluation on public prompts: ``predictions`` are the responses, ``label_ids`` their
                 rewards, and ``inputs`` the prompts. The numbers that it returns are published
                 unchanged, so it must not use what a reward has kept of private responses.
-            user_column: Column that identifies the user; sets ``args.privacy_unit``.
+            user_column: Column that identifies the user, or columns of a row's several owners; sets
+                ``args.privacy_unit``.
 
         Raises:
             DprlhfError: An argument is wrong, or cannot be private; the message says why.
