@@ -98,20 +98,6 @@ def test_failing_and_missing_tools_answer_with_their_error() -> None:
         call(trajectory, {"name": "leave", "arguments": {}}, private=False)
 
 
-def test_the_answers_condition_what_the_policy_writes_next(calculated: Responses) -> None:
-    """Each own token is the one that its draw picks behind everything that stands before it."""
-    policy = with_agent(add, fail)
-    row = rows_with_tools(calculated)[0]
-    found = token_logprobs(policy, calculated, 8)
-    ids = calculated.tokens[row][calculated.mask[row].bool()]
-    logits = policy.model(input_ids=ids[None]).logits[0] / policy.temperature
-    truth = torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]].detach()
-    own = calculated.policy_mask[row][calculated.response_mask[row].bool()]
-    truth = truth[-len(own) :] * own
-    assert np.allclose(found[row, : len(own)], truth.numpy(), atol=1e-9)
-    assert (found[row][calculated.policy_mask[row].numpy() == 0] == 0).all()
-
-
 @pytest.mark.parametrize(
     ("chosen", "base_policy"),
     [([0], "on-policy"), ([3, 1], "on-policy"), slow([4, 3, 2, 1], "reference")],
@@ -126,20 +112,6 @@ def test_trajectories_do_not_depend_on_who_else_is_there(chosen, base_policy):
             a, b = 4 * number + response, 4 * place + response
             assert trajectory(everyone, a) == trajectory(some, b)
     assert len(rows_with_tools(everyone)) > 4
-
-
-@pytest.mark.parametrize("kept", [{"top_k": 20}, {"top_p": 0.8}])
-def test_log_probabilities_are_of_what_each_turn_was_sampled_from(kept: dict[str, Any]) -> None:
-    """Own tokens are among those that truncation keeps; a tool's may be outside, at no cost."""
-    policy = with_agent(add, fail)
-    settings = recipe.Rollout.model_validate({"max_new_tokens": LENGTH, **kept})
-    with policy.sampled_with(Sampling.of(settings)):
-        responses = draw(policy, prompts_of(USERS), **kept)
-        found = token_logprobs(policy, responses, 8)
-    own = responses.policy_mask.numpy().astype(bool)
-    assert len(rows_with_tools(responses)) >= 2
-    assert np.isfinite(found[own]).all()
-    assert (found[~own] == 0).all()
 
 
 def test_a_trajectory_ends_after_the_last_iteration() -> None:
@@ -339,14 +311,6 @@ def counted() -> Any:
 def checked(policy: CausalLMPolicy) -> None:
     spec = recipe.Rollout(responses=4, max_new_tokens=LENGTH)
     check_apart(policy, spec, prompts_of(USERS), LONGEST)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", [Agent([add, fail]), Agent([], Guessing)], ids=["tools", "game"])
-def test_trajectories_that_keep_apart_pass(agent: Agent) -> None:
-    policy = policy_of()
-    AgentSampler(agent).attach(policy)
-    checked(policy)
 
 
 @pytest.mark.slow

@@ -1036,14 +1036,6 @@ def test_no_row_makes_rows_without_prompts_unknown(other: dict[str, Any]) -> Non
     assert known(*own) <= known(other, *own)
 
 
-def test_a_budget_book_knows_a_name_however_a_file_spells_it() -> None:
-    def hashed(name: Any) -> set[bytes]:
-        made = users({"prompt": ["why?", "how?"], "who": [name, name]}, user_column="who")
-        return open_private(made.hashed(lambda names: {name.encode() for name in names}))
-
-    assert hashed(17) == hashed(17.0) == hashed("17") == hashed(" 017.0") == {b"17"}
-
-
 @pytest.mark.parametrize(("option", "taken"), [("sep: ';'", True), ("skiprows: 1", False)])
 def test_a_data_set_that_reads_its_files_in_another_way_is_refused(tmp_path, option, taken):
     """Fields may be apart by another character; any further option would make other rows."""

@@ -181,8 +181,7 @@ def test_an_engine_that_takes_one_user_for_another_is_not_taken(monkeypatch, par
     policy.one_user_a_pass = None
 
 
-@pytest.mark.parametrize("trained", ["lora", "all"])
-@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize(("trained", "rows"), [("lora", 2), ("all", None)])
 def test_both_engines_agree(trained: str, rows: int | None) -> None:
     policy = policy_of() if trained == "lora" else policy_with(lambda model: None)
     responses = batch_of(MIXED if rows is None else Shape([[3, 2], [4, 4]], 2, 3), seed=2)

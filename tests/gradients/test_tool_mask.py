@@ -5,11 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from dprlhf import recipe
-from dprlhf.boundary import Private
-from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import token_logprobs
@@ -18,7 +15,7 @@ from helpers import tiny
 from helpers.autograd import relative_error
 from helpers.batches import Shape, with_tools
 from helpers.policies import policy_of
-from helpers.rounds import flat_gradient, random_scores, round_of, some_users
+from helpers.rounds import flat_gradient, random_scores, round_of
 from helpers.rounds import token_logprobs as true_logprobs
 
 SHAPE = Shape([[5, 1], [2], [7], [4, 6]], k=4, length=8)
@@ -98,38 +95,3 @@ def test_what_a_tool_said_last_changes_no_update(name: str) -> None:
         assert torch.equal(one, other)
     bare = released(dataclasses.replace(responses, tool_mask=None))
     assert not torch.equal(released(responses)[0], bare[0])
-
-
-def test_grpo_divides_by_the_tokens_that_the_policy_wrote() -> None:
-    policy, responses = policy_of("gpt2"), with_tools(SHAPE, 6)
-    settings = recipe.GRPO.model_validate({"name": "grpo", "scale_rewards": False})
-    scores = random_scores(responses, 6)
-    made, gate = round_of(policy, responses, scores, clip_norm=1e9)
-    UPDATES["grpo"](made, settings)
-    groups = scores.values.reshape(-1, SHAPE.k)
-    advantages = (groups - groups.mean(1, keepdims=True)).ravel()
-    rows = np.bincount(responses.user)[responses.user]
-    weights = advantages / rows / responses.policy_mask.sum(1).numpy()
-    truth = sum(true_gradient(policy, responses, weights, u) for u in range(responses.users))
-    assert isinstance(truth, torch.Tensor)
-    assert relative_error(gate.sums[0].total, truth) < 1e-9
-
-
-def test_another_user_changes_its_own_contribution_alone() -> None:
-    policy, responses = policy_of("gpt2"), with_tools(SHAPE, 7)
-    scores = random_scores(responses, 7)
-
-    def total(given: Responses, weights: NDArray[np.float64]) -> torch.Tensor:
-        weighted = Weighted(given, weights, np.zeros((given.users, 0)), 0.0)
-        made = clipped_sum(
-            policy, Private(weighted), clip_norm=0.5, batch_size=16, reduce=lambda x: x
-        )
-        return made.bounded.total
-
-    whole = total(responses, scores.values)
-    fewer, left = some_users(responses, scores, [0, 1, 3])
-    without = total(fewer, left.values)
-    alone, own = some_users(responses, scores, [2])
-    of_user = total(alone, own.values)
-    assert float(of_user.norm()) <= 0.5
-    assert float((whole - without - of_user).norm()) < 1e-12

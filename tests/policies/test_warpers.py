@@ -223,17 +223,6 @@ def chi_square(counts: NDArray[np.int64], truth: NDArray[np.float64]) -> float:
     return float(scipy.stats.chisquare(seen, wanted).pvalue) if len(seen) > 1 else 1.0
 
 
-@pytest.mark.parametrize("sampling", EACH[-1:], ids=flat)
-def test_what_a_user_samples_does_not_depend_on_the_batch(sampling: Sampling) -> None:
-    policy = with_sampling(sampling, "llama")
-    whole = draw(policy, five(), responses=4)
-    for size in (1, 3):
-        assert torch.equal(draw(policy, five(), responses=4, batch_size=size).tokens, whole.tokens)
-    alone = draw(policy, five(2), responses=4)
-    assert torch.equal(alone.tokens[:, -6:], whole.tokens[:8, -6:])
-    assert torch.equal(alone.mask[:, -6:], whole.mask[:8, -6:])
-
-
 def test_the_log_ratio_to_the_base_policy_leaves_truncation_out() -> None:
     sampling = Sampling(top_k=2)
     policy = with_sampling(sampling)

@@ -82,16 +82,6 @@ def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_pairs(update
         assert float((found - expected).norm()) < error * norms[-1]
 
 
-@pytest.mark.parametrize("user", ["a", "b"])
-def test_one_user_fewer_moves_the_sum_by_its_own_part(user: str) -> None:
-    spec = settings()
-    own = [p for p in PAIRS if p["user"] == user]
-    others = [p for p in PAIRS if p["user"] != user]
-    whole, fewer, alone = (sums(spec, rows, 1e-3) for rows in (PAIRS, others, own))
-    assert 0.99e-3 < float((whole - fewer).norm()) <= 1e-3 * (1 + 1e-9)
-    torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")  # a round silences it
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
 def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_nothing(update):

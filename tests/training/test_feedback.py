@@ -151,17 +151,6 @@ def test_the_weights_are_the_slopes_of_the_losses(loss: str, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("user", ["a", "b"])
-@each_loss
-def test_one_user_fewer_moves_the_sum_by_its_own_part(loss: str, user: str) -> None:
-    spec = settings(loss)
-    own = [r for r in ROWS if r["user"] == user]
-    others = [r for r in ROWS if r["user"] != user]
-    whole, fewer, alone = (sums(spec, rows, 1e-3) for rows in (ROWS, others, own))
-    assert 0.99e-3 < float((whole - fewer).norm()) <= 1e-3 * (1 + 1e-9)
-    torch.testing.assert_close(whole - fewer, alone, rtol=1e-8, atol=1e-11)
-
-
-@pytest.mark.parametrize("user", ["a", "b"])
 def test_one_user_fewer_moves_the_coordinates_by_the_clip_norm_at_most(user: str) -> None:
     """Along public directions, with an adapter off its start, as in a later round."""
     spec, trained = settings(), wide_policy(0.3)

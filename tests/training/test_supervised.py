@@ -505,28 +505,6 @@ def test_an_adapter_that_cannot_be_merged_is_refused_before_anybody_is_charged(
 
 
 @pytest.mark.slow
-def test_an_interrupted_stage_goes_on_where_it_was(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-    data = people(0, 40)
-    whole = dprlhf.train_stage(sft(model, tmp_path / "whole"), data=data, quiet=True)
-    stopped = []
-
-    def stop(metrics: dict[str, Any]) -> None:
-        stopped.append(metrics["round"])
-        if metrics["round"] == 2:
-            raise RuntimeError("zanzibar")
-
-    with pytest.raises(DprlhfError, match="RuntimeError during the run") as caught:
-        dprlhf.train_stage(sft(model, tmp_path / "cut"), data=data, callbacks=[stop], quiet=True)
-    assert "zanzibar" not in str(caught.value)
-    resumed = dprlhf.resume_stage(tmp_path / "cut", data=data, quiet=True)
-    for name, value in whole.policy.state().items():
-        assert torch.equal(value, resumed.policy.state()[name])
-    with pytest.raises(DprlhfError, match="the users are not the ones"):
-        dprlhf.resume_stage(tmp_path / "cut", data=people(1, 40), quiet=True)
-
-
-@pytest.mark.slow
 def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in people(0, 20)))

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import pkgutil
 import re
 import sys
 import warnings
@@ -108,36 +107,6 @@ class TestLearning:
 
 
 class TestLeaks:
-    def test_nothing_of_a_user_leaves_secret(self, model, tmp_path, capfd):
-        def careless(prompts: Any, completions: Any, note: Any = None, **_: Any) -> list[float]:
-            print("scoring", prompts, note)
-            if any(CANARY in p for p in prompts):
-                raise ValueError(f"cannot score {prompts}")
-            return [1.0 + 0.01 * len(c) for c in completions]
-
-        rows = [
-            {"prompt": f"{CANARY} {i}", "note": CANARY, "who": f"{CANARY}-{i // 2}"}
-            for i in range(60)
-        ]
-        dprlhf.train(
-            **settings(
-                model, prompts=rows, reward=careless, quiet=False, rounds=2,
-                data__user_column="who", data__max_prompts_per_user=2,
-            ),
-            output_dir=tmp_path / "run",
-        )  # fmt: skip
-        out, err = capfd.readouterr()
-        assert CANARY not in out + err
-        files = [f for f in (tmp_path / "run").rglob("*") if f.is_file()]
-        outside = [f for f in files if "secret" not in f.relative_to(tmp_path / "run").parts]
-        assert len(outside) >= 8
-        for file in outside:
-            assert CANARY.encode() not in file.read_bytes(), file
-            assert CANARY not in file.name
-        # The search would have found it: it is in the secret reward output.
-        assert CANARY in (tmp_path / "run/secret/reward-output.txt").read_text()
-        assert ((tmp_path / "run/secret").stat().st_mode & 0o777) == 0o700
-
     def test_public_files_hold_known_fields_only(self, model: str, tmp_path: Path) -> None:
         dprlhf.train(**settings(model, rounds=3), output_dir=tmp_path / "run")
         for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines():
@@ -362,59 +331,7 @@ class TestFailingRewards:
         assert not (tmp_path / "run").exists()
 
 
-CRASH_POINTS = {
-    "before the charge": ("dprlhf.privacy.gate.Gate.release", False),
-    "before the noise": ("dprlhf.privacy.gate.rounded_gaussian", True),
-    "before the checkpoint": ("dprlhf.training.rounds.save_checkpoint", True),
-    "after the checkpoint": ("dprlhf.privacy.ledger.Ledger.commit", None),
-}
-
-
-@pytest.fixture(scope="module")
-def unbroken(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The parameters of a run without a crash, under the key and the nonces of those with one."""
-    folder = tmp_path_factory.mktemp("unbroken") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
-        patch.setattr("dprlhf.privacy.ledger.new_nonce", lambda: "a test")
-        # The fixture of the whole file is made before a test fixes the machine's dtype.
-        dprlhf.train(**settings(model, policy__dtype="float32"), output_dir=folder)
-    return weights(folder)
-
-
 class TestResume:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("point", CRASH_POINTS)
-    def test_after_a_crash(self, model, unbroken, tmp_path, monkeypatch, point):
-        """A lost round stays spent; where none was lost, the policy equals an unbroken run's."""
-        target, lost = CRASH_POINTS[point]
-        key = bytes(range(32))
-        monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: key)
-        common, calls = settings(model), {"n": 0}
-        with monkeypatch.context() as patch:
-            real = pkgutil.resolve_name(target)
-
-            def crash(*args: Any, **kwargs: Any) -> Any:
-                calls["n"] += 1
-                if calls["n"] == 3:
-                    raise MemoryError("crash")
-                return real(*args, **kwargs)
-
-            patch.setattr(target, crash)
-            with pytest.raises(DprlhfError, match="resume"):
-                dprlhf.train(**common, output_dir=tmp_path / "run")
-        spent = charged(tmp_path / "run")
-        assert spent == ([1, 2] if lost is False else [1, 2, 3])
-        dprlhf.resume(tmp_path / "run", prompts=common["prompts"], reward=lower_case, quiet=True)
-        assert charged(tmp_path / "run") == [1, 2, 3, 4, 5]
-        whole, run = unbroken, weights(tmp_path / "run")
-        different = max(float((whole[n] - run[n]).abs().max()) for n in whole)
-        if lost:
-            assert different > 1e-4
-        else:
-            # Noise streams are bound to the ledger's hashes, equal here: key and terms are.
-            assert different == 0.0
-
     def test_a_round_has_the_users_that_the_secret_key_drew(self, model, tmp_path):
         seen: list[set[str]] = [set()]
 

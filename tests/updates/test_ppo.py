@@ -31,7 +31,6 @@ from helpers.rounds import (
     flat_parameters,
     random_scores,
     round_of,
-    some_users,
     token_logprobs,
 )
 
@@ -40,16 +39,6 @@ RATE = "LOCAL_LEARNING_RATE"  # the package names the function, so attributes le
 
 def spec_of(**values: Any) -> recipe.PPO:
     return recipe.PPO.model_validate({"name": "ppo", "batch_size": 12, **values})
-
-
-def only(responses: Responses, keep: list[int]) -> Responses:
-    """The same batch, in which all others but these users are blank."""
-    return some_users(responses, random_scores(responses), keep, in_place=True)[0]
-
-
-def scores_only(scores: Scores, responses: Responses, keep: list[int]) -> Scores:
-    rows = np.isin(responses.user, keep)
-    return Scores(scores.values[rows], scores.valid[rows], {})
 
 
 def joined(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -238,22 +227,6 @@ def test_it_projects_after_every_step_and_not_only_at_the_end(monkeypatch):
         assert (relative_error(measured, truth) > 1e-2) == (not same)
 
 
-def test_the_server_moves_by_the_mean() -> None:
-    """Rio et al.: θ + the released mean, with SGD and a learning rate of 1."""
-    policy = copy.deepcopy(policy_of())
-    policy = CausalLMPolicy(policy.model, policy.tokenizer, policy.temperature)
-    responses = batch_of(MIXED, seed=5)
-    scores = random_scores(responses)
-    before = flat_parameters(policy)
-    round_, gate = round_of(
-        policy, responses, scores, clip_norm=1.0, expected_batch_size=5.0, learning_rate=1.0
-    )
-    ppo(round_, spec_of(epochs=2))
-    moved = flat_parameters(policy) - before
-    assert relative_error(moved, gate.sums[0].total / 5) < 1e-12
-    assert float(moved.norm()) > 0.01
-
-
 def test_the_joint_vector_keeps_within_the_clip_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Telemetry has its part e; the move's radius is √(S² − e²), in every step."""
     monkeypatch.setitem(ppo.__globals__, RATE, 100.0)
@@ -270,23 +243,6 @@ def test_the_joint_vector_keeps_within_the_clip_norm(monkeypatch: pytest.MonkeyP
     assert 0.59 < float(total[-2:].norm()) <= 0.6
     truth = train_alone(policy, responses, scores, 0, spec, 0.8)
     assert relative_error(total[:-2], truth) < 1e-8
-
-
-@pytest.mark.parametrize("absent", [4, 0])
-def test_what_a_user_contributes_is_the_same_to_the_bit_without_another(absent: int) -> None:
-    """In float32, though the absent user has the longest prompt (0) or most prompts (4)."""
-    policy = policy_of(dtype=torch.float32)
-    lengths = [[40], [3], [5], [2, 4], [2, 4, 6, 8], [7], [1, 1], [6], [2], [3, 3], [9], [11]]
-    responses = batch_of(Shape(lengths, k=2, length=5), seed=0)
-    scores = random_scores(responses)
-    spec = spec_of(epochs=2, batch_size=8)
-    keep = [u for u in range(responses.users) if u != absent]
-    everyone, _, _ = train_together(policy, responses, scores, spec, 1.0)
-    fewer, _, _ = train_together(
-        policy, only(responses, keep), scores_only(scores, responses, keep), spec, 1.0
-    )
-    assert everyone.abs().max() > 0
-    assert torch.equal(everyone[keep], fewer[keep])
 
 
 def test_a_user_that_comes_twice_is_refused() -> None:

@@ -60,12 +60,6 @@ def test_coordinates_are_bounded_by_the_norm(rewards: list[float], users: int, s
     assert telemetry.norm < NO_NOISE.clip_norm
 
 
-def test_the_bound_is_reached() -> None:
-    telemetry = TelemetryCoordinates.from_plan(NO_NOISE, R)
-    coordinates = telemetry.of_users(np.array([0]), np.array([-R]), np.array([True]))
-    assert np.linalg.norm(coordinates) == pytest.approx(0.14 * 0.5, rel=1e-12)
-
-
 def test_without_a_clip_norm_the_scale_is_one() -> None:
     plan = make_plan(users=100, rounds=10, delta=1e-5, epsilon=math.inf, clip_norm=math.inf)
     assert TelemetryCoordinates.from_plan(plan, R).norm == 0.14
