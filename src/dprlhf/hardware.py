@@ -139,6 +139,7 @@ def _torch_settings() -> list[_Setting]:
     import torch
 
     b: Any = torch.backends  # its types lack half of what it has
+    held: Any = torch._GLOBAL_DEVICE_CONTEXT
     settings: list[_Setting] = [
         (lambda: (torch.is_grad_enabled(),), torch.set_grad_enabled, (True,)),
         (
@@ -147,9 +148,15 @@ def _torch_settings() -> list[_Setting]:
             (False, True),
         ),
         (lambda: (torch.get_default_dtype(),), torch.set_default_dtype, (torch.float32,)),
-        (_default_device, torch.set_default_device, (None,)),
+        (
+            # Without one, there is no context.
+            lambda: (getattr(getattr(held, "device_context", None), "device", None),),
+            torch.set_default_device,
+            (None,),
+        ),
         (lambda: (torch.get_num_threads(),), torch.set_num_threads, None),
-        (_flushes_denormal, torch.set_flush_denormal, None),
+        # Whether the smallest numbers count as zero, torch sets and does not tell.
+        (lambda: (sys.float_info.min * float("0.5") == 0,), torch.set_flush_denormal, None),
         (
             lambda: (
                 torch.are_deterministic_algorithms_enabled(),
@@ -193,19 +200,6 @@ def _read(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError:
         return None
-
-
-def _default_device() -> tuple[Any]:
-    """Return the device of ``torch.set_default_device``; None without one."""
-    import torch
-
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return (None if context is None else context.device,)
-
-
-def _flushes_denormal() -> tuple[bool]:
-    """Return whether the smallest numbers count as zero, which torch sets and does not tell."""
-    return (sys.float_info.min * float("0.5") == 0,)
 
 
 @contextlib.contextmanager

@@ -257,7 +257,8 @@ class Once(Guessing):
 @pytest.mark.parametrize("named", [False, True])
 def test_an_environment_is_not_asked_again_where_that_of_another_user_fails(named: bool) -> None:
     (by_name,) = environment_rewards(Once)
-    reward = load_reward(by_name if named else environment_reward).in_calls_of(4)
+    loaded = load_reward(by_name if named else environment_reward)
+    reward = dataclasses.replace(loaded, checked_rows=4)
     environments = [Once(1.0), Once(2.0), Once(None), Once(3.0)]
     found = Scorer([reward], 5.0).score(
         ["p"] * 4, ["x"] * 4, [[1]] * 4, {"environments": environments}, [0, 0, 1, 1], private=True

@@ -10,6 +10,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_a_column_multiplies_each_answer_by_its_own_rows_value() -> None:
     assert result.values.tolist() == [0.5, -1.0, 0.75, 0.0, 0.5, -9.0]
     report = check_reward(reward, ["p", "q"], ["a", "bb"], {"wants": [1, -1]})
     assert report.scores == (1.0, -2.0)
-    for kept in (reward.one_user_at_a_time(), reward.in_calls_of(4)):
+    for kept in (replace(reward, per_user=True, checked_rows=0), replace(reward, checked_rows=4)):
         assert score(kept, ["a", "bb"], wants=[-1, 2], users=[0, 1]).values.tolist() == [-0.5, 2.0]
 
 
@@ -235,7 +236,7 @@ def test_a_user_alone_is_scored_in_calls_of_checked_sizes_too() -> None:
         return [len(text) + 1e-3 * (len(completions) == 6) for text in completions]
 
     report = check_reward(odd_in_sixes, PROMPTS, COMPLETIONS, most_rows=4)
-    reward = as_reward(odd_in_sixes).in_calls_of(report.checked_rows)
+    reward = replace(as_reward(odd_in_sixes), checked_rows=report.checked_rows)
 
     def scored(*others: str) -> Scores:
         texts, users = ["x" * i for i in range(1, 7)] + [*others], [0] * 6 + [1] * len(others)
@@ -251,7 +252,7 @@ def test_a_user_alone_is_scored_in_calls_of_checked_sizes_too() -> None:
     # A failure costs its user all rows, in whatever call it is, and no others.
     assert scored("boom", *"abcde").valid.tolist() == [True] * 6 + [False] * 6
     # Nothing was checked of a reward that is called for one user at a time.
-    for whole in (reward.one_user_at_a_time(), reward.in_calls_of(0)):
+    for whole in (replace(reward, per_user=True, checked_rows=0), replace(reward, checked_rows=0)):
         sizes.clear()
         reward = whole
         scored("a")
@@ -311,8 +312,8 @@ def test_a_classifier_scores_each_text_at_its_place(kernel: str | None, tmp_path
     texts = ["good", "bad film " * 3, "a film", "good film " * 6, "x", "bad", "a good one", "no"]
     report = check_reward(function, PROMPTS, COMPLETIONS)
     assert (report.moved > 0) == (kernel == "by_contents")
-    reward = as_reward(function).in_calls_of(report.checked_rows)
-    reward = reward.one_user_at_a_time() if report.moved else reward
+    reward = replace(as_reward(function), checked_rows=report.checked_rows)
+    reward = replace(reward, per_user=True, checked_rows=0) if report.moved else reward
 
     def scored(absent: int) -> dict[int, float]:
         left = [n for n in range(len(texts)) if n != absent]

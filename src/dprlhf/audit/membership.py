@@ -80,17 +80,16 @@ def membership_scores(
     for draw in range(responses):
         rewards, likely = [], []
         for base in (True, False):
-            done = evaluate(
-                policy,
-                scorer,
-                prompts,
-                rollout,
-                seed=seed * responses + draw,
-                max_prompt_tokens=max_prompt_tokens,
-                base=base,
-            )
-            rewards.append(done.rewards)
             with policy.base() if base else contextlib.nullcontext():
+                done = evaluate(
+                    policy,
+                    scorer,
+                    prompts,
+                    rollout,
+                    seed=seed * responses + draw,
+                    max_prompt_tokens=max_prompt_tokens,
+                )
+                rewards.append(done.rewards)
                 likely.append(_logprobs(policy, done.responses))
         with policy.base():
             under_base = _logprobs(policy, done.responses)

@@ -168,12 +168,14 @@ class PerUserGradients:
         # To start a product takes a GPU longer than to compute it for a small parameter.
         pieces: list[torch.Tensor] = []
         start = end = 0
+        on_cpu = next(iter(self._parameters.values())).device.type == "cpu"
+        most = _TOGETHER if on_cpu else _TOGETHER_ON_ACCELERATOR
         for name, place in self._places.items():
             gradient = self._gradients.get(name)
             if pieces and (
                 gradient is None
                 or gradient.device != pieces[0].device
-                or (place.stop - start) * self._users > _most_together(pieces[0].device)
+                or (place.stop - start) * self._users > most
             ):
                 yield slice(start, end), _side_by_side(pieces)
                 pieces = []
@@ -371,10 +373,6 @@ def _places(parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
         name: slice(end - parameter.numel(), end)
         for (name, parameter), end in zip(parameters.items(), ends, strict=True)
     }
-
-
-def _most_together(device: torch.device) -> int:
-    return _TOGETHER if device.type == "cpu" else _TOGETHER_ON_ACCELERATOR
 
 
 def _side_by_side(pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -243,7 +243,7 @@ class Replay:
         length: int,
         shared_rows: int,
     ) -> None:
-        self._kept, self._own, self._shared = kept, length - 1, shared_rows
+        self.kept, self._own, self._shared = kept, length - 1, shared_rows
         self._inputs = len(rows) // shared_rows
         # Rows that share no prompt have a column of padding in front.
         self._columns = width if shared_rows > 1 else 1 + width
@@ -251,18 +251,14 @@ class Replay:
         some = np.unique(batch[rows >= 0]).tolist()
         self._rows = [(b, np.flatnonzero(batch == b)) for b in some]
 
-    def fits(self, policy: Any) -> bool:
-        """Return whether the policy still has the parameters that computed the kept outputs."""
-        return self._kept.fits(policy)
-
     def of_tokens(self, name: str) -> torch.Tensor:
         """Return a layer's output, ``[inputs, columns + own tokens, outputs]``."""
         columns, own, shared = self._columns, self._own, self._shared
-        some = next(iter(self._kept.batches))[name]
+        some = next(iter(self.kept.batches))[name]
         taken = some.new_zeros(self._inputs, columns + shared * own, some.shape[-1])
         of_responses = taken[:, columns:].view(self._inputs, shared, own, some.shape[-1])
         for number, rows in self._rows:
-            kept, layout = self._kept.batches[number][name], self._kept.layouts[number]
+            kept, layout = self.kept.batches[number][name], self.kept.layouts[number]
             prompt, response = np.divmod(self._place[rows], layout.together)
             width = min(columns, layout.columns)
             to, place = np.divmod(rows, shared)
@@ -280,10 +276,10 @@ class Replay:
 
     def of_logits(self) -> torch.Tensor:
         """Return the logits, ``[inputs, responses · length, vocabulary]``."""
-        some = next(iter(self._kept.batches))[_HEAD]
+        some = next(iter(self.kept.batches))[_HEAD]
         taken = some.new_zeros(self._inputs * self._shared, *some.shape[2:])
         for number, rows in self._rows:
-            taken[_at(rows)] = self._kept.batches[number][_HEAD].flatten(0, 1)[
+            taken[_at(rows)] = self.kept.batches[number][_HEAD].flatten(0, 1)[
                 _at(self._place[rows])
             ]
         return taken.view(self._inputs, -1, some.shape[-1])
@@ -293,13 +289,13 @@ class Replay:
         """Let layers return their kept outputs in forward passes within the context."""
         # All of them if the parameters are those of sampling; else only the input of the lowest
         # trained layer, which no trained parameter influences.
-        kept, parts = self._kept, self._kept.parts
+        kept, parts = self.kept, self.kept.parts
         replaced: dict[nn.Module, Callable[..., Any]] = {}
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):
             # Frozen layers below the lowest trained one: its input has been kept.
             replaced = dict.fromkeys(parts.skipped, lambda hidden_states, *_, **__: hidden_states)
             replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
-        if self.fits(policy):
+        if kept.fits(policy):
             for name, module in parts.linear.items():
                 if all(name in batch for batch in kept.batches):
                     replaced[module] = _product_of(module, partial(self.of_tokens, name))

@@ -91,13 +91,6 @@ class Adapter(Settings):
             raise ValueError("init: public-contrast and contrast_column: give both, or neither")
         return self
 
-    def check(self, *, public_rows: bool) -> None:
-        """Refuse an initial value that needs public rows where the recipe has none."""
-        if self.init != "random" and not public_rows:
-            raise ValueError(
-                f"policy.adapter.init: {self.init} needs public rows (evaluation.data)"
-            )
-
 
 Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 

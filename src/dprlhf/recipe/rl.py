@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.data import Data
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
-from dprlhf.recipe.promise import check_promise
+from dprlhf.recipe.promise import check_shared
 from dprlhf.recipe.sections import KL, Optimizer, Reward, Rollout, Tracking
 from dprlhf.recipe.update_checks import check_update
 from dprlhf.recipe.updates import PG, Update
@@ -117,14 +117,16 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        check_promise(
-            self.privacy,
-            clip_norm=self.update.clip_norm,
-            data=self.data,
-            public=self.evaluation.data if self.evaluation else None,
-            guides=self.update.subspace.data if self.update.subspace else None,
-        )
-        self.policy.adapter.check(public_rows=self.evaluation is not None)
-        self.rollout.check(self.policy)
+        check_shared(self)
+        if self.rollout.backend == "vllm" and self.policy.quantization is not None:
+            raise ValueError(
+                "rollout.backend vllm would sample the base model as it is stored, not quantised:"
+                " leave policy.quantization out, or take rollout.backend: transformers"
+            )
+        if self.rollout.backend == "vllm" and self.policy.model_name_or_path == IN_MEMORY:
+            raise ValueError(
+                "rollout.backend vllm loads a model by its name, and this one was given in Python:"
+                " give its hub id or folder, or take rollout.backend: transformers"
+            )
         check_update(self.update, self)
         return self

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.hub import split_revision
-from dprlhf.recipe.base import IN_MEMORY, Experimental, PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.policy import Policy, Source
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.policy import Source
 
 BETAS = (0.9, 0.9)
 """Decay rates (β₁, β₂) of Adam's moments; a slower β₂, as torch's, learns little in few rounds."""
@@ -131,19 +131,6 @@ class Rollout(Settings):
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
 
     agent: Annotated[Agent | None, Experimental()] = None
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError where vLLM would sample other weights than those of the policy."""
-        if self.backend == "vllm" and policy.quantization is not None:
-            raise ValueError(
-                "rollout.backend vllm would sample the base model as it is stored, not quantised:"
-                " leave policy.quantization out, or take rollout.backend: transformers"
-            )
-        if self.backend == "vllm" and policy.model_name_or_path == IN_MEMORY:
-            raise ValueError(
-                "rollout.backend vllm loads a model by its name, and this one was given in Python:"
-                " give its hub id or folder, or take rollout.backend: transformers"
-            )
 
     @property
     def shares_prompts(self) -> bool:

@@ -47,16 +47,3 @@ class Subspace(Settings):
                 f" {2 * self.rank}"
             )
         return self
-
-    def check(self, *, public_rows: bool, bands: int, rounds: int) -> None:
-        """Refuse a recipe whose other sections do not work with directions from public rows."""
-        if self.data is None and not public_rows:
-            raise ValueError(
-                "update.subspace needs public rows: give update.subspace.data, or evaluation with"
-                " more rows than evaluation.prompts"
-            )
-        if bands > 1 and self.refresh < rounds:
-            raise ValueError(
-                "privacy.bands: noise of earlier rounds is taken back along the directions of"
-                " earlier rounds: set update.subspace.refresh to the number of rounds, or bands 1"
-            )

@@ -16,7 +16,7 @@ from dprlhf.recipe.data import Data, Documents, LoggedFeedback, PreferencePairs,
 from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy
-from dprlhf.recipe.promise import check_promise
+from dprlhf.recipe.promise import check_shared
 from dprlhf.recipe.sections import Optimizer, Tracking
 from dprlhf.recipe.subspace import Subspace
 
@@ -72,6 +72,9 @@ class StageRecipe(Settings):
     hub_tag: ClassVar[str]
     """A tag of the model card."""
 
+    fitted_to: ClassVar[str] = "rows"
+    """What the adapter is fitted to, for the model card."""
+
     assumptions: ClassVar[tuple[str, ...]] = ()
     """Assumptions of the guarantee that only this stage makes, for the privacy card."""
 
@@ -109,7 +112,7 @@ class StageRecipe(Settings):
     @property
     def purpose(self) -> str:
         """How the adapter was trained, for the model card."""
-        return "fitted to private rows"
+        return f"fitted to private {self.fitted_to}"
 
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""
@@ -132,25 +135,9 @@ class StageRecipe(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> StageRecipe:
-        subspace = self.update.subspace
-        check_promise(
-            self.privacy,
-            clip_norm=self.update.clip_norm,
-            data=self.data,
-            public=self.evaluation.data if self.evaluation else None,
-            guides=subspace.data if subspace else None,
-        )
-        if subspace is not None:
-            subspace.check(
-                public_rows=self.evaluation is not None,
-                bands=self.privacy.bands,
-                rounds=self.rounds,
-            )
-            if subspace.keep_perplexity:
-                raise ValueError(
-                    "update.subspace.keep_perplexity is for dprlhf train: leave it out"
-                )
-        self.policy.adapter.check(public_rows=self.evaluation is not None)
+        check_shared(self)
+        if self.update.subspace is not None and self.update.subspace.keep_perplexity:
+            raise ValueError("update.subspace.keep_perplexity is for dprlhf train: leave it out")
         if self.policy.adapter.contrast_column is not None:
             raise ValueError(
                 "policy.adapter.init: public-contrast is for dprlhf train: write"
@@ -173,15 +160,11 @@ class SFTRecipe(StageRecipe):
     """
 
     hub_tag: ClassVar[str] = "sft"
+    fitted_to: ClassVar[str] = "documents"
 
     stage: Literal["sft"] = "sft"
     policy: Policy
     data: Documents
-
-    @property
-    def purpose(self) -> str:
-        """How the adapter was trained, for the model card."""
-        return "fitted to private documents"
 
 
 class RewardRecipe(StageRecipe):
@@ -294,16 +277,12 @@ class DPORecipe(StageRecipe):
         "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
     )  # fmt: skip
     hub_tag: ClassVar[str] = "dpo"
+    fitted_to: ClassVar[str] = "preference pairs by DPO"
 
     stage: Literal["dpo"] = "dpo"
     policy: Policy
     data: PreferencePairs
     update: DPOUpdate = DPOUpdate()
-
-    @property
-    def purpose(self) -> str:
-        """How the adapter was trained, for the model card."""
-        return "fitted to private preference pairs by DPO"
 
 
 class FeedbackUpdate(_NamedAsInTRL):
@@ -345,6 +324,7 @@ class FeedbackRecipe(StageRecipe):
     """
 
     hub_tag: ClassVar[str] = "feedback"
+    fitted_to: ClassVar[str] = "feedback on logged responses"
     assumptions: ClassVar[tuple[str, ...]] = (
         "a completion is data of the user who saw it alone: what wrote it was not fitted on the"
         " users, or at a cost that the total counts",
@@ -354,11 +334,6 @@ class FeedbackRecipe(StageRecipe):
     policy: Policy
     data: LoggedFeedback
     update: FeedbackUpdate = FeedbackUpdate()
-
-    @property
-    def purpose(self) -> str:
-        """How the adapter was trained, for the model card."""
-        return "fitted to private feedback on logged responses"
 
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""

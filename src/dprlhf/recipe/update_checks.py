@@ -18,16 +18,10 @@ def check_update(update: PrivateUpdate, recipe: Sections) -> None:
             "update.clip_norm bounds the features of the regression: give a finite one, also"
             " with privacy.epsilon .inf"
         )
-    if update.subspace is not None:
-        if update.least_squares is not None:
-            raise ValueError(
-                f"update.subspace: update.name {update.name} releases the answers of a regression,"
-                " not gradients: leave subspace out, or take pg, grpo or ppo"
-            )
-        update.subspace.check(
-            public_rows=recipe.evaluation is not None,
-            bands=recipe.privacy.bands,
-            rounds=recipe.rounds,
+    if update.subspace is not None and update.least_squares is not None:
+        raise ValueError(
+            f"update.subspace: update.name {update.name} releases the answers of a regression,"
+            " not gradients: leave subspace out, or take pg, grpo or ppo"
         )
     if recipe.rollout.mask_truncated and not update.leaves_rows_out:
         raise ValueError(

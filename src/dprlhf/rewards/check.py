@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -136,7 +136,7 @@ def check_reward(
             atol,
             most_rows,
         )
-        for at in (state, state.after(state.max_steps))[: 1 + named]
+        for at in (state, replace(state, global_step=state.max_steps))[: 1 + named]
     ]
     first = found[0]
     sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}

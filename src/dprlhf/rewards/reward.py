@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -49,20 +49,6 @@ class RoundState:
         """Epochs so far: the share of the rounds that is done, times ``num_train_epochs``."""
         return self.num_train_epochs * self.global_step / self.max_steps
 
-    def after(self, rounds: int) -> RoundState:
-        """Return the state after a number of rounds of the same run."""
-        return RoundState(rounds, self.max_steps, self.num_train_epochs)
-
-
-class LogSink(Protocol):
-    """Takes what one call of a reward logs: see :class:`dprlhf.rewards.logs.CallLog`."""
-
-    def log_metric(self, name: object, value: object) -> None:
-        """Take a scalar."""
-
-    def log_extra(self, column: object, values: object) -> None:
-        """Take a column with one value for each row of the call."""
-
 
 BY_PLACE = "dprlhf_by_place"
 """Attribute of a reward that takes the rows' places: see :attr:`LoadedReward.by_place`."""
@@ -100,17 +86,6 @@ class LoadedReward:
         A row's score may then depend on its place, and not on what other rows contain.
         """
         return getattr(self.function, BY_PLACE, False) and not self.per_user
-
-    def one_user_at_a_time(self) -> LoadedReward:
-        """Return the same reward, called once per user."""
-        return self._with(per_user=True, checked_rows=0)
-
-    def in_calls_of(self, rows: int) -> LoadedReward:
-        """Return the same reward, called with at most so many rows of private users."""
-        return self._with(checked_rows=rows)
-
-    def _with(self, **changes: Any) -> LoadedReward:
-        return LoadedReward(**{**vars(self), **changes})
 
 
 def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
@@ -213,7 +188,7 @@ def keywords_of(function: RewardFunction) -> tuple[frozenset[str] | None, frozen
 
 
 def keywords_for(
-    rows: RewardRows, state: RoundState | None = None, log: LogSink | None = None
+    rows: RewardRows, state: RoundState | None = None, log: Any = None
 ) -> dict[str, Any]:
     """Return all keywords that TRL 1.16 passes; without a log, the logging functions do nothing."""
     return {
@@ -246,7 +221,7 @@ def call_reward(
     reward: LoadedReward,
     rows: RewardRows,
     state: RoundState | None = None,
-    log: LogSink | None = None,
+    log: Any = None,  # A :class:`~dprlhf.rewards.logs.CallLog`, which takes what the call logs
 ) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 

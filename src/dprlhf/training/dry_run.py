@@ -16,7 +16,7 @@ from dprlhf.runs.earlier import total
 from dprlhf.training.build import load_parts, say_what_is_left_out
 from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
-from dprlhf.training.run import PreparedRun
+from dprlhf.training.run import PreparedRun, Stage
 from dprlhf.training.supervised import Supervised
 from dprlhf.training.timing import in_words, seconds_a_response, seconds_a_round, seconds_a_row
 from dprlhf.training.trainer import rehearse_end
@@ -28,11 +28,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     No folder is made, no user's prompt is drawn and nothing is charged. The estimated time leaves
     out the KL penalty, which is a forward pass, and evaluation during the run.
     """
-    processes = Processes.connect()
-    sources = sources or InMemoryInputs(None, None, None)
-    stage, prepared = load_parts(recipe, sources, processes, quiet=True)
-    processes.on_main(lambda: rehearse_end(stage, prepared, None))
-    processes.on_main(lambda: say_what_is_left_out(stage, prepared))
+    stage, prepared, processes = _loaded(recipe, sources or InMemoryInputs(None, None, None))
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, prepared.plan, prepared.policy
     public = stage.known
@@ -69,11 +65,8 @@ def dry_run_stage(
     recipe: StageRecipe, data: Any = None, evaluation_data: Any = None
 ) -> dict[str, Any]:
     """Load and check everything that a supervised stage would, and time some public rows."""
-    processes = Processes.connect()
     sources = InMemoryInputs(data, None, evaluation_data)
-    stage, prepared = load_parts(recipe, sources, processes, quiet=True)
-    processes.on_main(lambda: rehearse_end(stage, prepared, None))
-    processes.on_main(lambda: say_what_is_left_out(stage, prepared))
+    stage, prepared, processes = _loaded(recipe, sources)
     assert isinstance(stage, Supervised)
     recipe, plan, public = stage.recipe, prepared.plan, stage.public
     seconds = estimated = None
@@ -90,6 +83,15 @@ def dry_run_stage(
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
     }
+
+
+def _loaded(recipe: AnyRecipe, sources: InMemoryInputs) -> tuple[Stage, PreparedRun, Processes]:
+    """Load and check everything as a run does, up to what it does at its end."""
+    processes = Processes.connect()
+    stage, prepared = load_parts(recipe, sources, processes, quiet=True)
+    processes.on_main(lambda: rehearse_end(stage, prepared, None))
+    processes.on_main(lambda: say_what_is_left_out(stage, prepared))
+    return stage, prepared, processes
 
 
 def _terms(recipe: AnyRecipe, prepared: PreparedRun) -> dict[str, Any]:

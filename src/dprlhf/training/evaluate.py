@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +83,6 @@ def evaluate(
     *,
     seed: int,
     max_prompt_tokens: int,
-    base: bool = False,
     tick: Any = None,
     batch_size: int | None = None,  # Rows of a forward pass for KL and perplexity
     processes: Processes | None = None,
@@ -97,32 +95,31 @@ def evaluate(
     own = np.arange(len(prompts)) if processes is None else processes.share(np.arange(len(prompts)))
     one = public_sampling_settings(rollout, len(own), 1)
     longest = max_prompt_tokens
-    with policy.base() if base else contextlib.nullcontext():
-        room = keeps_outputs(policy, one, rows=len(own), max_prompt_tokens=longest, gradients=False)
-        responses = sample(
-            policy,
-            prompts.take(own),
-            one,
-            key=_PUBLIC_KEY,
-            context=("evaluation", seed),
-            max_prompt_tokens=longest,
-            tick=tick,
-            keep="logits" if batch_size is not None and room else None,
-        )
-        logs = None if batch_size is None else token_logs(policy, responses, batch_size)
-        responses = Responses(**{**vars(responses), "kept": None})
-        if processes is not None and processes.count > 1:
-            parts = processes.gathered((own, responses, logs))
-            order = np.argsort(np.concatenate([places for places, _, _ in parts]))
-            joined = [some for _, some, _ in parts]
-            responses = _joined(joined, order, prompts, policy.tokenizer.pad_token_id)
-            if logs is not None:
-                of_all = [some for _, _, some in parts]
-                plain, ratio = (
-                    np.concatenate([getattr(x, n) for x in of_all]) for n in ("plain", "ratio")
-                )
-                logs = TokenLogs(plain[order], ratio[order])
-        measures = measure(policy, responses, logs)
+    room = keeps_outputs(policy, one, rows=len(own), max_prompt_tokens=longest, gradients=False)
+    responses = sample(
+        policy,
+        prompts.take(own),
+        one,
+        key=_PUBLIC_KEY,
+        context=("evaluation", seed),
+        max_prompt_tokens=longest,
+        tick=tick,
+        keep="logits" if batch_size is not None and room else None,
+    )
+    logs = None if batch_size is None else token_logs(policy, responses, batch_size)
+    responses = Responses(**{**vars(responses), "kept": None})
+    if processes is not None and processes.count > 1:
+        parts = processes.gathered((own, responses, logs))
+        order = np.argsort(np.concatenate([places for places, _, _ in parts]))
+        joined = [some for _, some, _ in parts]
+        responses = _joined(joined, order, prompts, policy.tokenizer.pad_token_id)
+        if logs is not None:
+            of_all = [some for _, _, some in parts]
+            plain, ratio = (
+                np.concatenate([getattr(x, n) for x in of_all]) for n in ("plain", "ratio")
+            )
+            logs = TokenLogs(plain[order], ratio[order])
+    measures = measure(policy, responses, logs)
     scored = score_responses(scorer, responses)
     if compute_metrics is not None:
         with kept_process_state():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,9 +260,9 @@ class Reinforcement:
         # processes must score alike.
         rounded = processes.from_main(self.spread.rounded) | self.spread.rounded
         self.rewards = [
-            r.one_user_at_a_time()
+            replace(r, per_user=True, checked_rows=0)
             if r.name in rounded
-            else r.in_calls_of(self.spread.checked_rows.get(r.name, 0))
+            else replace(r, checked_rows=self.spread.checked_rows.get(r.name, 0))
             for r in self.rewards
         ]
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
@@ -304,7 +304,7 @@ class Reinforcement:
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Sample responses to the users' prompts, score them, and update the policy."""
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
-        self.scorer.state = self._state.after(batch.t - 1)
+        self.scorer.state = replace(self._state, global_step=batch.t - 1)
         for name, model in self._sources.models.items():
             refuse_foreign_hooks(model, name)
         subspace = None
@@ -405,7 +405,7 @@ class Reinforcement:
             return None
         spec = self.recipe.evaluation
         assert spec is not None
-        self.scorer.state = self._state.after(self._state.max_steps)
+        self.scorer.state = replace(self._state, global_step=self._state.max_steps)
         processes = None if during else run.processes  # during the run the main process is alone
         share = len(self.public) / (processes.count if processes else 1)
         with run.progress.bar(description, math.ceil(share)) as tick:
