@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dprlhf.errors import DprlhfError
@@ -127,6 +127,7 @@ def check_reward(
     reward, state = as_reward(reward), state or RoundState()
     most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
+    last = RoundState(**{**vars(state), "global_step": state.max_steps})
     found = [
         _checked(
             CheckedBatch.of(
@@ -136,7 +137,7 @@ def check_reward(
             atol,
             most_rows,
         )
-        for at in (state, replace(state, global_step=state.max_steps))[: 1 + named]
+        for at in (state, last)[: 1 + named]
     ]
     first = found[0]
     sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}

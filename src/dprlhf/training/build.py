@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from dprlhf import budget
@@ -125,7 +125,7 @@ def load_parts(
         check_same_users(users, processes.gathered)
     beside = folder.path.absolute().parent if folder else None
     apart = processes.on_main(lambda: check_disjoint(recipe, users, beside))
-    earlier = replace(earlier, uncompared=apart)
+    earlier = Earlier(**{**vars(earlier), "uncompared": apart})
     public = public_users(recipe, sources.evaluation_prompts)
     check_form(users, public)
     guiding = guides(recipe, public)

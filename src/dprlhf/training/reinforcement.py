@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -259,12 +259,11 @@ class Reinforcement:
         # One user's scores must not depend on another's rows, not even by rounding, and all
         # processes must score alike.
         rounded = processes.from_main(self.spread.rounded) | self.spread.rounded
-        self.rewards = [
-            replace(r, per_user=True, checked_rows=0)
-            if r.name in rounded
-            else replace(r, checked_rows=self.spread.checked_rows.get(r.name, 0))
-            for r in self.rewards
-        ]
+        for i, reward in enumerate(self.rewards):
+            called: dict[str, Any] = {"checked_rows": self.spread.checked_rows.get(reward.name, 0)}
+            if reward.name in rounded:
+                called = {"per_user": True, "checked_rows": 0}
+            self.rewards[i] = LoadedReward(**{**vars(reward), **called})
         self.scorer = Scorer(self.rewards, recipe.reward_range, state=self._state)
 
         self.telemetry = TelemetryCoordinates.from_plan(plan, recipe.reward_range)
@@ -301,10 +300,13 @@ class Reinforcement:
 
     # --- the rounds -------------------------------------------------------------------------
 
+    def _after(self, rounds: int) -> RoundState:
+        return RoundState(**{**vars(self._state), "global_step": rounds})
+
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Sample responses to the users' prompts, score them, and update the policy."""
         recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
-        self.scorer.state = replace(self._state, global_step=batch.t - 1)
+        self.scorer.state = self._after(batch.t - 1)
         for name, model in self._sources.models.items():
             refuse_foreign_hooks(model, name)
         subspace = None
@@ -405,7 +407,7 @@ class Reinforcement:
             return None
         spec = self.recipe.evaluation
         assert spec is not None
-        self.scorer.state = replace(self._state, global_step=self._state.max_steps)
+        self.scorer.state = self._after(self._state.max_steps)
         processes = None if during else run.processes  # during the run the main process is alone
         share = len(self.public) / (processes.count if processes else 1)
         with run.progress.bar(description, math.ceil(share)) as tick:
