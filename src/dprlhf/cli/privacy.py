@@ -15,7 +15,6 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy import partitions, relations
 
 if TYPE_CHECKING:
-    from dprlhf.privacy.accounting import Epsilon, Mechanism
     from dprlhf.runs.earlier import Record
 
 privacy = typer.Typer(
@@ -49,9 +48,6 @@ Releases = Annotated[
 Bands = Annotated[
     int, typer.Option("--bands", help="Rounds whose noise is correlated; 1 is independent noise.")
 ]
-Check = Annotated[
-    bool, typer.Option("--check", help="Ask every other accountant that is installed, too.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -68,11 +64,11 @@ def privacy_epsilon(
     participations: Participations = 1,
     releases_per_round: Releases = 1,
     bands: Bands = 1,
-    check: Check = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute ε, an upper bound, from the noise multiplier."""
-    from dprlhf.privacy.plan import make_plan
+    from dprlhf.privacy.gaussian import upwards
+    from dprlhf.privacy.plan import json_ready, make_plan
 
     if not noise_multiplier > 0:
         raise DprlhfError(f"--noise-multiplier must be above 0, not {noise_multiplier}")
@@ -87,49 +83,17 @@ def privacy_epsilon(
         releases_per_round=releases_per_round,
         bands=bands,
     )
-    checked = _checked(made.mechanism, delta) if check else []
+    guarantee = made.guarantee
     _warn_delta(delta, users)
-    _show_epsilon(made.guarantee, checked, delta, as_json)
-
-
-def _show_epsilon(
-    guarantee: Epsilon, checked: list[dict[str, Any]], delta: float, as_json: bool
-) -> None:
-    from dprlhf.privacy.gaussian import upwards
-    from dprlhf.privacy.plan import json_ready
-
     answer = {
         "epsilon": json_ready(guarantee.epsilon),
         "epsilon_lower": json_ready(guarantee.epsilon_lower),
         "accountant": guarantee.accountant,
         "assumptions": list(guarantee.assumptions),
-        **({"check": checked} if checked else {}),
     }
     shown = upwards(guarantee.epsilon, 6)
     text = f"epsilon = {shown} at delta = {delta:g} ({guarantee.accountant})"
-    typer.echo(json.dumps(answer) if as_json else text + _check_table(checked))
-
-
-def _checked(mechanism: Mechanism, delta: float) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
-    from dprlhf.privacy.cross_check import answers
-    from dprlhf.privacy.plan import json_ready
-
-    return [json_ready(asdict(answer)) for answer in answers(mechanism, delta)]
-
-
-def _check_table(rows: list[dict[str, Any]]) -> str:
-    def number(value: Any) -> str:
-        return "" if value is None else value if isinstance(value, str) else f"{value:.6g}"
-
-    lines = [
-        f"{row['accountant']:<42}{number(row['epsilon']):>10}{number(row['lower']):>10}"
-        f"  {row['kind']:<14}{row['note']}"
-        for row in rows
-    ]
-    head = f"{'accountant':<42}{'epsilon':>10}{'at least':>10}"
-    return "\n".join(["", "", head, *lines]) if lines else ""
+    typer.echo(json.dumps(answer) if as_json else text)
 
 
 @privacy.command("noise")

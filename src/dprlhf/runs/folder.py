@@ -24,7 +24,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,104 +34,42 @@ from dprlhf.privacy.randomness import KEY_BYTES, new_key
 
 _BLOCK = 1 << 16
 
-_MOST_SECRET = (
-    1 << 28
-)  # bytes of one file in secret/, which what users bring could fill a disk with
+_MOST_SECRET = 1 << 28
+"""Bytes of one file in ``secret/``: what users bring could fill a disk."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The paths in a run's folder, and the means to make and open one."""
 
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe, every default written out."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def privacy(self) -> Path:
-        """The guarantee and its assumptions."""
-        return self.path / "privacy.json"
-
-    @property
-    def ledger(self) -> Path:
-        """The append-only record of every charge."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line for each round: public or released values only."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Public prompts with the continuations of the base and the tuned policy."""
-        return self.path / "samples.json"
-
-    @property
-    def public_samples(self) -> Path:
-        """A few public prompts with their continuations at each evaluation during the run."""
-        return self.path / "public-samples.jsonl"
-
-    @property
-    def timing(self) -> Path:
-        """The duration of each phase in seconds per response, measured on public prompts."""
-        return self.path / "timing.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The state after the last finished round."""
-        return self.path / "checkpoint"
-
-    @property
-    def policy(self) -> Path:
-        """The final adapter."""
-        return self.path / "policy"
-
-    @property
-    def model(self) -> Path:
-        """The whole model, adapter merged, that a supervised stage leaves for the next one."""
-        return self.path / "model"
-
-    @property
-    def evaluation(self) -> Path:
-        """The evaluation on public rows, before and after the run."""
-        return self.path / "evaluation.json"
-
-    @property
-    def secret(self) -> Path:
-        """The folder of the secret key and of values computed from users; never to be published."""
-        return self.path / "secret"
-
-    @property
-    def identities(self) -> Path:
-        """Hashes of the users' identities, for later runs that declare to have other users."""
-        return self.secret / "users.npy"
-
-    @property
-    def key(self) -> Path:
-        """The run's secret key."""
-        return self.secret / "key"
-
-    @property
-    def withdrawn(self) -> Path:
-        """Numbers of the users who have withdrawn, and digests of the data without them."""
-        return self.secret / "withdrawn.json"
-
-    @property
-    def operator(self) -> Path:
-        """What the operator alone may read: which rows were cut, left out or unreadable."""
-        return self.secret / "operator.txt"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"  # every default written out
+        self.privacy = path / "privacy.json"  # the guarantee and its assumptions
+        self.ledger = path / "ledger.jsonl"  # the append-only record of every charge
+        self.metrics = path / "metrics.jsonl"  # a line a round: public or released values only
+        # Public prompts with the continuations of the base and the tuned policy, and a few of them
+        # at each evaluation during the run
+        self.samples = path / "samples.json"
+        self.public_samples = path / "public-samples.jsonl"
+        self.timing = path / "timing.json"  # seconds per response of each phase, on public prompts
+        self.evaluation = path / "evaluation.json"  # on public rows, before and after the run
+        self.checkpoint = path / "checkpoint"  # the state after the last finished round
+        self.policy = path / "policy"  # the final adapter
+        self.model = path / "model"  # the whole model that a supervised stage leaves for the next
+        # The key and values computed from users, never to be published
+        self.secret = path / "secret"
+        self.key = self.secret / "key"
+        # Hashes of the users' identities, for later runs that declare to have other users
+        self.identities = self.secret / "users.npy"
+        # Numbers of the users who have withdrawn, and digests of the data without them
+        self.withdrawn = self.secret / "withdrawn.json"
+        # What the operator alone may read: which rows were cut, left out or unreadable
+        self.operator = self.secret / "operator.txt"
+        self._left_out_by_git = self.secret / ".gitignore"
 
     def tell_operator(self, *lines: str) -> None:
         """Append lines about private rows to ``secret/operator.txt``."""
         append_secret(self.operator, "".join(" ".join(line.split()) + "\n" for line in lines))
-
-    @property
-    def _left_out_by_git(self) -> Path:
-        return self.secret / ".gitignore"
 
     def require(self) -> None:
         """Raise a :class:`DprlhfError` if this is no run folder."""

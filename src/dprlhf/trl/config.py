@@ -30,6 +30,11 @@ _MAPPINGS = ("privacy_subspace",)
 """Settings of here that are mappings, which transformers reads as JSON from a command line."""
 
 
+def setting(default: Any, text: str) -> Any:
+    """Return a setting with its default, and with the text that a command line's help has."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class PrivacyFields:
     """What a private trainer needs beside TRL's settings.
@@ -65,78 +70,59 @@ class PrivacyFields:
         privacy_book: Budget book that counts what the users spend over all runs.
     """
 
-    privacy_epsilon: float | None = field(default=None, metadata={"help": "The budget ε."})
-    privacy_noise_multiplier: float | None = field(
-        default=None, metadata={"help": "The noise multiplier z, in place of privacy_epsilon."}
+    privacy_epsilon: float | None = setting(None, "The budget ε.")
+    privacy_noise_multiplier: float | None = setting(
+        None, "The noise multiplier z, in place of privacy_epsilon."
     )
-    privacy_delta: float = field(default=1e-5, metadata={"help": "δ of the guarantee."})
+    privacy_delta: float = setting(1e-5, "δ of the guarantee.")
     privacy_unit: list[str] | str | None = field(
         default=None, metadata={"help": "Column that names the user; rows are users without it."}
     )
-    privacy_max_prompts_per_user: int = field(
-        default=default_of(Data, "max_prompts_per_user"),
-        metadata={"help": "Number of prompts that a user keeps."},
+    privacy_max_prompts_per_user: int = setting(
+        default_of(Data, "max_prompts_per_user"), "Number of prompts that a user keeps."
     )
-    privacy_max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt; longer ones keep their last tokens."}
+    privacy_max_prompt_tokens: int | None = setting(
+        None, "Longest prompt; longer ones keep their last tokens."
     )
-    privacy_adjacency: str | None = field(
-        default=None, metadata={"help": "How neighbouring datasets differ."}
+    privacy_adjacency: str | None = setting(None, "How neighbouring datasets differ.")
+    privacy_partition: str = setting("random-allocation", "How users are assigned to rounds.")
+    privacy_participations: int | None = setting(
+        None, "Rounds of a user; None takes num_train_epochs."
     )
-    privacy_partition: str = field(
-        default="random-allocation", metadata={"help": "How users are assigned to rounds."}
+    privacy_clip_norm: float = setting(1.0, "Bound on the norm of one user's gradient.")
+    privacy_reward_range: float = setting(
+        default_of(Recipe, "reward_range"), "The rewards' sum is clipped to ± this number."
     )
-    privacy_participations: int | None = field(
-        default=None, metadata={"help": "Rounds of a user; None takes num_train_epochs."}
-    )
-    privacy_clip_norm: float = field(
-        default=1.0, metadata={"help": "Bound on the norm of one user's gradient."}
-    )
-    privacy_reward_range: float = field(
-        default=default_of(Recipe, "reward_range"),
-        metadata={"help": "The rewards' sum is clipped to ± this number."},
-    )
-    privacy_lora_fa: bool = field(
-        default=False, metadata={"help": "Train B of a LoRA alone, with A frozen."}
-    )
-    privacy_declared_public: bool = field(
-        default=False, metadata={"help": "The evaluation prompts were public before."}
-    )
+    privacy_lora_fa: bool = setting(False, "Train B of a LoRA alone, with A frozen.")
+    privacy_declared_public: bool = setting(False, "The evaluation prompts were public before.")
     privacy_subspace: dict[str, Any] | str | None = field(
         default=AUTO, metadata={"help": "Settings of update.subspace, on a command line as JSON."}
     )
     privacy_previous: list[str] = field(
         default_factory=list, metadata={"help": "Earlier runs on the same users."}
     )
-    privacy_book: str | None = field(default=None, metadata={"help": "Budget book."})
+    privacy_book: str | None = setting(None, "Budget book.")
 
     # TRL's settings whose defaults are the recipe's here.
-    learning_rate: float | None = field(
-        default=None, metadata={"help": "Step size; None takes the recipe's default."}
+    learning_rate: float | None = setting(None, "Step size; None takes the recipe's default.")
+    adam_beta1: float = setting(BETAS[0], "β₁.")
+    adam_beta2: float = setting(BETAS[1], "β₂.")
+    lr_scheduler_type: str = setting(
+        default_of(Optimizer, "schedule"), "constant, linear or cosine."
     )
-    adam_beta1: float = field(default=BETAS[0], metadata={"help": "β₁."})
-    adam_beta2: float = field(default=BETAS[1], metadata={"help": "β₂."})
-    lr_scheduler_type: str = field(
-        default=default_of(Optimizer, "schedule"), metadata={"help": "constant, linear or cosine."}
+    num_generations: int = setting(default_of(Rollout, "responses"), "Responses to a prompt.")
+    max_completion_length: int = setting(
+        default_of(Rollout, "max_new_tokens"), "Tokens of a response."
     )
-    num_generations: int = field(
-        default=default_of(Rollout, "responses"), metadata={"help": "Responses to a prompt."}
+    per_device_train_batch_size: int = setting(
+        default_of(PG, "batch_size"), "Responses in a micro-batch."
     )
-    max_completion_length: int = field(
-        default=default_of(Rollout, "max_new_tokens"), metadata={"help": "Tokens of a response."}
+    beta: float = setting(default_of(KL, "beta"), "The KL penalty.")
+    seed: int = setting(default_of(Recipe, "seed"), "Of public draws.")
+    num_train_epochs: float = setting(
+        float(default_of(Privacy, "participations")), "Participations of a user."
     )
-    per_device_train_batch_size: int = field(
-        default=default_of(PG, "batch_size"), metadata={"help": "Responses in a micro-batch."}
-    )
-    beta: float = field(default=default_of(KL, "beta"), metadata={"help": "The KL penalty."})
-    seed: int = field(default=default_of(Recipe, "seed"), metadata={"help": "Of public draws."})
-    num_train_epochs: float = field(
-        default=float(default_of(Privacy, "participations")),
-        metadata={"help": "Participations of a user."},
-    )
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Compute activations again to save memory."}
-    )
+    gradient_checkpointing: bool = setting(False, "Compute activations again to save memory.")
 
     trl_fields: ClassVar[dict[str, Field]]
     trl_config: ClassVar[type[Any]]
@@ -287,7 +273,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
     other defaults are the recipe's (:class:`PrivacyFields`).
     """
 
-    loss_type: str = field(default="grpo", metadata={"help": "grpo or dr_grpo."})
+    loss_type: str = setting("grpo", "grpo or dr_grpo.")
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = GRPO

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from dprlhf.training.feedback import Reactions
 from dprlhf.training.measures import as_metrics, estimate
 from dprlhf.training.policy_setup import LONGEST_PROMPT
 from dprlhf.training.processes import Processes
-from dprlhf.trl.config import PrivacyFields
+from dprlhf.trl.config import PrivacyFields, setting
 from dprlhf.trl.fields import KTO, Field
 from dprlhf.trl.logs import as_evaluation, name_of_best
 from dprlhf.trl.mapping import feedback_recipe_of
@@ -44,10 +44,8 @@ class PrivateKTOConfig(PrivacyFields, trl.KTOConfig):  # type: ignore[misc]
             users' logs (``update.value_rounds``).
     """
 
-    beta: float = field(default=0.1, metadata={"help": "Strength of the KL penalty."})
-    privacy_value_rounds: int = field(
-        default=0, metadata={"help": "Rounds at the end that estimate the policy's value."}
-    )
+    beta: float = setting(0.1, "Strength of the KL penalty.")
+    privacy_value_rounds: int = setting(0, "Rounds at the end that estimate the policy's value.")
 
     trl_fields: ClassVar[dict[str, Field]] = KTO
     trl_config: ClassVar[type[Any]] = trl.KTOConfig
