@@ -16,6 +16,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
+from dprlhf.rollout.made_up import random_adapter
 from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import layout, made_up_rounds
 from dprlhf.training.layout import check_layout
@@ -187,7 +188,7 @@ def test_each_phase_is_looked_at(where: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_values_that_are_compared_are_not_all_zero() -> None:
     """An adapter starts at zero, and equal zeros would say nothing."""
     policy = policy_of()
-    with layout.random_adapter(policy):
+    with random_adapter(policy):
         for values in made_up_rounds.gradients_of(policy, shapes_of(), [0, 1]):
             assert all(bool(value.any()) for value in values)
         [[first, *_], [second, *_]] = made_up_rounds.logits_of(

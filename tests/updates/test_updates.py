@@ -1,5 +1,6 @@
 """DP-PG: baselines, weights, importance ratios, and which direction the sum points in."""
 
+import dataclasses
 import itertools
 import math
 
@@ -19,11 +20,17 @@ from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses
+from dprlhf.rollout import Responses, logprobs
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import UPDATES
 from dprlhf.updates.baselines import BASELINES, paired
-from dprlhf.updates.pg import advantage_weights, importance_ratio, policy_gradient
+from dprlhf.updates.pg import (
+    LARGEST_RATIO,
+    advantage_weights,
+    importance_ratio,
+    policy_gradient,
+    sampler_ratio,
+)
 from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
@@ -249,11 +256,19 @@ def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
     return responses, answers
 
 
-def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12):
-    """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out."""
+def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12, shift=None):
+    """E of one user's unclipped contribution; ``largest=None`` leaves the ratio out.
+
+    ``shift`` [13] is what the log-probabilities of the one who samples from π_t are off by.
+    """
     responses, answers = combinations(k, from_base)
     ratio = np.ones(len(answers))
-    if largest is not None:
+    if shift is not None and largest is not None:
+        sampled = logprobs.token_logprobs(policy, responses, 1000)
+        sampled[:, 0] += shift[answers]
+        given = dataclasses.replace(responses, sampled=sampled)
+        ratio = sampler_ratio(policy, given, batch_size=1000)
+    elif largest is not None:
         ratio = importance_ratio(responses, log_ratio_to_base(policy, responses, 1000), largest)
     everyone = np.ones(responses.users, dtype=bool)
     weights = advantage_weights(
@@ -263,6 +278,8 @@ def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12):
         current = log_probabilities(policy).exp().numpy()
         with policy.base():
             base = log_probabilities(policy).exp().numpy()
+    if shift is not None:
+        current = current * np.exp(shift)
     of_row = np.where(responses.from_base, base[answers], current[answers])
     probability = of_row.reshape(-1, k).prod(axis=1)
     assert probability.sum() == pytest.approx(1, abs=1e-12)
@@ -283,6 +300,63 @@ def test_on_policy_the_estimator_is_unbiased(small, rewards, truth, baseline, k)
 def test_with_the_importance_ratio_the_estimator_is_unbiased(small, rewards, truth, baseline):
     measured = expectation(small, rewards, baseline, 2, from_base=1)
     assert relative_error(measured, truth) < 1e-10
+
+
+@pytest.mark.parametrize("far", [0.2, 1.5])
+def test_the_ratio_takes_away_what_another_sampler_shifts(small, rewards, truth, far):
+    """Wholly where no ratio is above its bound, and in part where some are."""
+    current = log_probabilities(small).detach().numpy()
+    shift = far * np.random.default_rng(5).standard_normal(len(ANSWERS))
+    shift -= np.log(np.exp(current + shift).sum())
+    truncated = (-shift > math.log(LARGEST_RATIO)).any()
+    assert truncated == (far > 1)
+    as_it_is, corrected = (
+        relative_error(expectation(small, rewards, "loo", 2, shift=shift, largest=largest), truth)
+        for largest in (None, LARGEST_RATIO)
+    )
+    assert as_it_is > 0.05
+    assert corrected < (as_it_is / 2 if truncated else 1e-10)
+
+
+def off_by(policy: CausalLMPolicy, responses: Responses, gaps: list[float]) -> Responses:
+    """The rows as vLLM samples them whose log-probabilities are off by this much for each user."""
+    sampled = logprobs.token_logprobs(policy, responses, 100)
+    with policy.base():
+        of_base = logprobs.token_logprobs(policy, responses, 100)
+    sampled = np.where(responses.from_base[:, None], of_base, sampled)
+    sampled[:, 0] += np.array(gaps)[responses.user]
+    return dataclasses.replace(responses, sampled=sampled)
+
+
+def test_a_rows_ratio_to_its_sampler_is_of_its_own_policy_and_bounded() -> None:
+    policy, responses = policy_of(), half_from_base(batch_of(MIXED, 0, copies=1))
+    given = off_by(policy, responses, [0.0, math.log(2), -5.0, math.nan, 0.1])
+    found = sampler_ratio(policy, given, batch_size=100)
+    expected = np.array([1.0, 0.5, LARGEST_RATIO, math.nan, math.exp(-0.1)])
+    np.testing.assert_allclose(found, expected[responses.user], rtol=1e-9)
+    rows = np.flatnonzero(responses.user != 2)
+    assert np.array_equal(
+        sampler_ratio(policy, given.take(rows), batch_size=100), found[rows], equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", [recipe.PG(batch_size=15), recipe.GRPO(batch_size=15), recipe.PPO(epochs=1)]
+)
+def test_the_ratio_to_the_sampler_multiplies_a_contribution_before_it_is_clipped(spec):
+    policy, responses = policy_of(), half_from_base(batch_of(MIXED, 0))
+    scores = scores_of(np.random.default_rng(1).uniform(-3, 3, len(responses.user)))
+
+    def released(given: Responses, clip_norm: float) -> torch.Tensor:
+        round_, gate = round_of(policy, given, scores, clip_norm=clip_norm)
+        UPDATES[spec.name](round_, spec)
+        return gate.sums[0].total
+
+    half = off_by(policy, responses, [math.log(2)] * 5)
+    assert relative_error(2 * released(half, 1e6), released(responses, 1e6)) < 1e-9
+    only_one = off_by(policy, responses, [-5.0, *[math.nan] * 4])
+    length = float(released(only_one, 1e-3).norm())
+    assert length == pytest.approx(1e-3, rel=1e-5)
 
 
 def test_without_the_ratio_it_is_not(small, rewards, truth):

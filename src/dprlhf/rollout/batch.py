@@ -38,6 +38,7 @@ class Responses:
     asked: list[Any] | None = None  # prompts with an environment's first observation, [rows]
     extra: dict[str, list[Any]] = field(default_factory=dict)  # further values for rewards, [rows]
     failed: NDArray[np.bool_] | None = None  # its user contributes zero, [rows]
+    sampled: NDArray[np.float64] | None = None  # vLLM's log-probabilities, [rows, response]
     left_out: NDArray[np.bool_] | None = None  # did not end, counts in no update, [rows]
     kept: Kept | None = None
     # The row at each place, −1 for none, [users, prompts, responses]; a private round has it from
@@ -102,6 +103,7 @@ class Responses:
             "asked": None if self.asked is None else [self.asked[row] for row in rows],
             "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
             "failed": None if self.failed is None else self.failed[rows],
+            "sampled": None if self.sampled is None else self.sampled[rows],
             "left_out": None if self.left_out is None else self.left_out[rows],
             "kept": None if self.kept is None else self.kept.take(rows),
             "grid": np.where(grid < len(rows), grid, -1)[:, :, :each],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -66,6 +67,22 @@ def made_up_responses(
         max_new_tokens=length,
         num_generations=num_generations,
     )
+
+
+@contextlib.contextmanager
+def random_adapter(policy: CausalLMPolicy, by: float = 0.02) -> Iterator[None]:
+    """Move the trained parameters by PUBLIC random numbers of this scale, inside the context."""
+    before = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in policy.parameters.values():
+                p.add_(by * torch.randn(p.shape, generator=generator).to(p))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in policy.parameters.items():
+                p.copy_(before[name])
 
 
 def _tokens(policy: CausalLMPolicy, random: np.random.Generator, count: int) -> list[int]:

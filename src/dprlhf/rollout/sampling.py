@@ -241,11 +241,12 @@ def _one_turn(
     mask = torch.zeros_like(tokens)
     failed = np.zeros(len(tokens), dtype=bool)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
-    generate: Callable[..., Iterator[tuple[NDArray[np.int64], Sequence[list[int] | None]]]]
+    sampled = None
+    generate: Callable[..., Iterator[tuple[Any, ...]]]
     if spec.backend == "vllm":
         from dprlhf.rollout import vllm
 
-        generate = vllm.generate
+        generate, sampled = vllm.generate, np.zeros((len(tokens), max_new_tokens))
     else:
         generate = partial(generate_rows, places=prompts.places, width=width, kept=kept)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
@@ -254,7 +255,9 @@ def _one_turn(
         numbers = np.flatnonzero(from_base == base)
         row_of = np.append((k * np.arange(len(prompts))[:, None] + numbers).ravel(), -1)
         with policy.base() if base else contextlib.nullcontext():
-            for positions, responses in generate(policy, encoded, draws[:, numbers], spec):
+            for positions, responses, *logprobs in generate(
+                policy, encoded, draws[:, numbers], spec
+            ):
                 for row, response in zip(row_of[positions], responses, strict=True):
                     if row < 0:
                         continue
@@ -264,6 +267,8 @@ def _one_turn(
                     columns = slice(width - len(prompt), width + len(response))
                     tokens[row, columns] = torch.tensor(prompt + response)
                     mask[row, columns] = 1
+                if sampled is not None:
+                    sampled[row_of[positions]] = logprobs[0]
                 if kept is not None:
                     kept.assign_rows(row_of[positions], len(tokens))
                 if tick is not None:
@@ -278,6 +283,7 @@ def _one_turn(
         max_new_tokens=max_new_tokens,
         num_generations=k,
         failed=failed if spec.backend == "vllm" else None,
+        sampled=sampled,
         kept=kept if kept is not None and kept.batches else None,
     )
 

@@ -1,7 +1,7 @@
 """Sampling by vLLM, for long responses on a GPU; the adapter is sent as a LoRA request.
 
-This code has not been run on a GPU or measured: the tests replace vLLM by a stand-in with the
-signatures of the version that the extra ``vllm`` pins.
+It has not been run on a GPU: the tests use vLLM's CPU engine, which has no batch-invariant mode and
+is refused outside of them.
 
 vLLM batches the requests that are present, so its shapes depend on the users of the round. Only its
 batch-invariant mode makes a row's tokens independent of the others. Without it one user could
@@ -18,13 +18,13 @@ Differences from :mod:`dprlhf.rollout.decoding`:
   here with the row's own first uniform number.
 - top_k, top_p and min_p are vLLM's own. They mean the same; a token that rounding
   alone lets vLLM keep counts as kept (:mod:`dprlhf.policies.warpers`).
-- vLLM has its own kernels and rounds the adapter to bfloat16, while log-probabilities are
-  those of transformers. π_t is sampled up to rounding, which affects utility and not privacy.
+- vLLM has its own kernels and rounds the adapter to bfloat16, while the update's log-probabilities
+  are those of transformers. So vLLM's own come with the responses, and each response counts with
+  the truncated ratio of the two (:func:`dprlhf.updates.pg.sampler_ratio`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.rollout.made_up import random_adapter
 
 _INSTALL = "pip install -e '.[vllm]' in the clone"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank
@@ -56,15 +57,24 @@ def generate(
     prompts: Sequence[list[int]],
     draws: torch.Tensor,
     spec: recipe.Rollout,
-) -> Iterator[tuple[NDArray[np.int64], list[list[int] | None]]]:
-    """Yield once: all row numbers, flat ``[prompts · num_generations]``, and the responses."""
+) -> Iterator[tuple[NDArray[np.int64], list[list[int] | None], NDArray[np.float64]]]:
+    """Yield once: all row numbers, flat ``[prompts · num_generations]``, responses, their log π."""
     count, num_generations, max_new_tokens = draws.shape
     if count:
         seeds = (draws[..., 0].flatten() * 2.0**53).long().tolist()
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         lengths = [max_new_tokens] * len(rows)
         outputs = _sample(engine(policy), policy, rows, seeds, lengths)
-        yield np.arange(len(rows)), [_whole(policy, o, max_new_tokens) for o in outputs]
+        responses = [_whole(policy, output, max_new_tokens) for output in outputs]
+        logprobs = np.zeros((len(rows), max_new_tokens))
+        for row, (response, output) in enumerate(zip(responses, outputs, strict=True)):
+            if response is not None:
+                logprobs[row, : len(response)] = _logprobs(output)
+        yield np.arange(len(rows)), responses, logprobs
+
+
+def _logprobs(output: Any) -> list[float]:
+    return [at[t].logprob for at, t in zip(output.logprobs, output.token_ids, strict=True)]
 
 
 def _whole(policy: CausalLMPolicy, output: Any, max_new_tokens: int) -> list[int] | None:
@@ -84,14 +94,55 @@ def check_rows(policy: CausalLMPolicy, *, rows: float, prompt: int, response: in
             f" fit into the {fits} that the model or the GPU's memory allow: choose smaller"
             " data.max_prompt_tokens or rollout.max_new_tokens"
         )
-    with _away_from_zero(policy):
+    with random_adapter(policy, 0.05):
         _check_invariance(llm, policy, min(max(int(rows), 16), _MOST_TRIED), prompt, response)
 
 
 @functools.lru_cache(maxsize=1)
 def engine(policy: CausalLMPolicy) -> Any:
-    """Start vLLM on half of the GPU's free memory, once per policy."""
+    """Start vLLM, once per policy."""
     _refuse(policy)
+    share = _share_of_gpu(policy)
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        made = _module("vllm").LLM(
+            model=policy.network.name_or_path,
+            # The commit that transformers loaded: the gradients are those of its weights.
+            revision=getattr(policy.network.config, "_commit_hash", None),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=-1,  # the model's own, or what fits
+            attention_backend="TRITON_ATTN",  # keeps the mode where FlashAttention 3 does not
+            async_scheduling=False,
+            gpu_memory_utilization=share,
+            enable_lora=True,
+            max_loras=1,
+            max_lora_rank=_largest_rank(policy),
+            enable_prefix_caching=False,  # a shared prefix would couple users
+            generation_config="vllm",  # ignore the checkpoint's penalties
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            disable_log_stats=True,
+            seed=0,
+        )
+    except Exception as error:
+        raise DprlhfError(f"rollout.backend vllm: {one_line(error)}") from None
+    return made
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DprlhfError(f"rollout.backend vllm: {error}; install it with {_INSTALL}") from None
+
+
+def _share_of_gpu(policy: CausalLMPolicy) -> float:
+    """Return half of the free share of the GPU; refuse where rows could move one another."""
+    if policy.device.type != "cuda" or torch.distributed.is_initialized():
+        raise DprlhfError(
+            "rollout.backend vllm needs one process with a GPU; otherwise take"
+            " rollout.backend: transformers"
+        )
     # In a process of its own: the mode replaces matrix products by kernels without a backward pass.
     if os.environ.get("VLLM_BATCH_INVARIANT") != "1":
         raise DprlhfError(
@@ -103,49 +154,19 @@ def engine(policy: CausalLMPolicy) -> Any:
             "rollout.backend vllm: unset VLLM_ENABLE_V1_MULTIPROCESSING; the engine must run in a"
             " process of its own, apart from the gradients"
         )
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        vllm, envs = importlib.import_module("vllm"), importlib.import_module("vllm.envs")
-    except ImportError as error:
-        raise DprlhfError(f"rollout.backend vllm: {error}; install it with {_INSTALL}") from None
-    if not getattr(envs, "VLLM_BATCH_INVARIANT", False):
+    vllm, envs, platforms = map(_module, ("vllm", "vllm.envs", "vllm.platforms"))
+    if not getattr(envs, "VLLM_BATCH_INVARIANT", False) or not platforms.current_platform.is_cuda():
         raise DprlhfError(
-            f"rollout.backend vllm: version {vllm.__version__} has no batch-invariant mode;"
-            f" upgrade with {_INSTALL}"
+            f"rollout.backend vllm: version {vllm.__version__} has no batch-invariant mode; put the"
+            f" one for CUDA in its place with {_INSTALL}"
         )
     torch.cuda.empty_cache()  # what torch holds without need, another process cannot have
     free, total = torch.cuda.mem_get_info(policy.device)
-    try:
-        made = vllm.LLM(
-            model=policy.network.name_or_path,
-            # The commit that transformers loaded: the gradients are those of its weights.
-            revision=getattr(policy.network.config, "_commit_hash", None),
-            dtype="bfloat16",
-            skip_tokenizer_init=True,
-            max_model_len=-1,  # the model's own, or what fits
-            attention_backend="TRITON_ATTN",  # keeps the mode where FlashAttention 3 does not
-            async_scheduling=False,
-            gpu_memory_utilization=free / total / 2,
-            enable_lora=True,
-            max_loras=1,
-            max_lora_rank=_largest_rank(policy),
-            enable_prefix_caching=False,  # a shared prefix would couple users
-            generation_config="vllm",  # ignore the checkpoint's penalties
-            disable_log_stats=True,
-            seed=0,
-        )
-    except Exception as error:
-        raise DprlhfError(f"rollout.backend vllm: {one_line(error)}") from None
-    return made
+    return free / total / 2
 
 
 def _refuse(policy: CausalLMPolicy) -> None:
     """Refuse policies that vLLM cannot sample, before it is loaded."""
-    if policy.device.type != "cuda" or torch.distributed.is_initialized():
-        raise DprlhfError(
-            "rollout.backend vllm needs one process with a GPU; otherwise take"
-            " rollout.backend: transformers"
-        )
     config = getattr(policy.model, "peft_config", {}).get("default")
     trained = all(".lora_A." in n or ".lora_B." in n for n in policy.parameters)
     if config is None or config.peft_type != "LORA" or not trained:
@@ -193,7 +214,7 @@ def _sample(
     lengths: list[int],
 ) -> list[Any]:
     """Return vLLM's output for each prompt; each call sends the adapter under a new LoRA id."""
-    vllm = importlib.import_module("vllm")
+    vllm = _module("vllm")
     settings = [
         vllm.SamplingParams(
             temperature=policy.temperature,
@@ -218,26 +239,13 @@ def _sample(
         if not policy.is_base:
             policy.save(Path(folder))
             number = next(_adapter_ids)  # vLLM caches adapters by id
-            request = importlib.import_module("vllm.lora.request").LoRARequest
+            request = _module("vllm.lora.request").LoRARequest
             adapter = request(f"round-{number}", number, folder)
-        # A progress bar would reveal the number of requests.
-        outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
+        try:  # A progress bar would reveal the number of requests.
+            outputs = llm.generate(requests, settings, lora_request=adapter, use_tqdm=False)
+        except Exception as error:  # its message may quote a prompt
+            raise DprlhfError(f"rollout.backend vllm stopped: {type(error).__name__}") from None
     return [output.outputs[0] for output in outputs]
-
-
-@contextlib.contextmanager
-def _away_from_zero(policy: CausalLMPolicy) -> Iterator[None]:
-    """Give the adapter random weights for a while: one that starts at zero changes no token."""
-    generator = torch.Generator().manual_seed(0)
-    held = {name: parameter.data.clone() for name, parameter in policy.parameters.items()}
-    try:
-        for parameter in policy.parameters.values():
-            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-            parameter.data += noise.to(parameter)
-        yield
-    finally:
-        for name, parameter in policy.parameters.items():
-            parameter.data.copy_(held[name])
 
 
 def _check_invariance(
@@ -254,13 +262,7 @@ def _check_invariance(
     def answers(chosen: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         of_chosen = [prompts[i] for i in chosen], list(chosen), [lengths[i] for i in chosen]
         outputs = _sample(llm, policy, *of_chosen)
-        return [
-            (
-                list(o.token_ids),
-                [at[t].logprob for at, t in zip(o.logprobs, o.token_ids, strict=True)],
-            )
-            for o in outputs
-        ]
+        return [(list(o.token_ids), _logprobs(o)) for o in outputs]
 
     among_all = answers(range(rows))
     some = list(range(0, rows, 3))[::-1]

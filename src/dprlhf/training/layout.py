@@ -28,6 +28,7 @@ import torch
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.decoding import try_last_step
+from dprlhf.rollout.made_up import random_adapter
 from dprlhf.rollout.sampling import prompts_at_once, static_steps
 from dprlhf.training.made_up_rounds import (
     Shapes,
@@ -109,22 +110,6 @@ def _key(policy: CausalLMPolicy, shapes: Shapes) -> tuple[str, ...]:
     drawn = policy.temperature, policy.sampling
     facts = (type(policy), config, attention, weights, trained, drawn, shapes, threads, device)
     return (*map(str, facts), str(policy.one_user_a_pass))
-
-
-@contextlib.contextmanager
-def random_adapter(policy: CausalLMPolicy, by: float = 0.02) -> Iterator[None]:
-    """Move the trained parameters by PUBLIC random numbers of this scale, inside the context."""
-    before = {name: p.detach().clone() for name, p in policy.parameters.items()}
-    generator = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad():
-            for p in policy.parameters.values():
-                p.add_(by * torch.randn(p.shape, generator=generator).to(p))
-        yield
-    finally:
-        with torch.no_grad():
-            for name, p in policy.parameters.items():
-                p.copy_(before[name])
 
 
 # --- memory --------------------------------------------------------------------------------------

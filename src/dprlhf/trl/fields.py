@@ -243,7 +243,7 @@ GRPO: dict[str, Field] = COMMON | {
     **dict(_all("no effect", _OTHER_LOSS, """
         sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg
         vespo_lambda_neg""")),
-    **dict(_all("no effect", "the update computes its own log-probabilities of vLLM's samples", """
+    **dict(_all("no effect", "vLLM's responses have the weight min(2, π/π_vllm)", """
         vllm_importance_sampling_correction vllm_importance_sampling_mode
         vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
         vllm_importance_sampling_cap""")),

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
+from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights, sampler_ratios
 from dprlhf.updates.round import PrivateRound
 
 
@@ -42,7 +42,11 @@ def grpo(round_: PrivateRound, spec: recipe.GRPO) -> None:
     """Release the mean of the users' clipped surrogate gradients, and take a step along it."""
     weights = round_.responses.map(
         partial(token_weights, spec=spec),
-        round_advantage_weights(round_, "group" if spec.scale_rewards else "centred"),
+        round_advantage_weights(
+            round_,
+            "group" if spec.scale_rewards else "centred",
+            sampler_ratios(round_, spec.batch_size),
+        ),
         round_.log_ratio(spec.batch_size),
     )
     round_.step(round_.release(round_.clipped_sum(weights, batch_size=spec.batch_size)))

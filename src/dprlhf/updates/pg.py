@@ -10,12 +10,15 @@ Departures from the paper:
 - Gradients are clipped instead of assuming a bound G on ‖∇ log π‖.
 - Algorithm 2 takes the gradient at y ~ μ and calls it unbiased, which holds for μ = π_t only. Here
   rows from μ ≠ π_t carry the importance ratio π_t(y|x)/μ(y|x), truncated.
+- Where vLLM sampled, π_t and μ are what its kernels make of them: each row carries the ratio of
+  transformers' probability to vLLM's, truncated, too (Yao et al. 2025, as in TRL).
 - Both arms are used: y′ ~ π_t has a score too, and its baseline r(x, y) is independent of y′.
 - No advantage is normalised over a batch (appendix H does): that would couple the users.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import partial
 
@@ -25,13 +28,15 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.gradients.micro_batches import language_model_rows
-from dprlhf.policies.protocol import Rows
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rewards import Scores
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates.baselines import BASELINES
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
 LARGEST_RATIO = 2.0
-"""Upper bound at which the importance ratio π_t/μ is truncated."""
+"""Upper bound at which each importance ratio, π_t/μ and transformers over vLLM, is truncated."""
 
 
 def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
@@ -42,19 +47,23 @@ def policy_gradient(round_: PrivateRound[P, R], spec: recipe.PG) -> None:
 
 
 def importance_ratios(round_: PrivateRound[P, R], batch_size: int) -> Private[NDArray[np.float64]]:
-    """Return :func:`importance_ratio` of each row of a round, ``[rows]``."""
+    """Return :func:`importance_ratio` × :func:`sampler_ratio` of each row, ``[rows]``."""
     return round_.responses.map(
-        lambda responses, log_ratio: importance_ratio(responses, log_ratio, LARGEST_RATIO),
+        lambda rows, log_ratio, ratio: ratio * importance_ratio(rows, log_ratio, LARGEST_RATIO),
         round_.log_ratio(batch_size),
+        sampler_ratios(round_, batch_size),
     )
 
 
+def sampler_ratios(round_: PrivateRound[P, R], batch_size: int) -> Private[NDArray[np.float64]]:
+    """Return :func:`sampler_ratio` of each row of a round, ``[rows]``."""
+    return round_.responses.map(partial(sampler_ratio, round_.policy, batch_size=batch_size))
+
+
 def round_advantage_weights(
-    round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]] | None = None
+    round_: PrivateRound[P, R], baseline: str, ratio: Private[NDArray[np.float64]]
 ) -> Private[NDArray[np.float64]]:
     """Return :func:`advantage_weights` of a round, ``[rows]``, or ``[rows, response]`` by turn."""
-    if ratio is None:
-        ratio = round_.responses.map(lambda responses: np.ones(len(responses.user)))
     weights = partial(advantage_weights, baseline=baseline)
     return round_.responses.map(weights, round_.scores, round_.valid, ratio)
 
@@ -91,3 +100,22 @@ def importance_ratio(
     """Return min(π_t(y|x)/μ(y|x), largest) for rows from μ, and 1 for rows from π_t, ``[rows]``."""
     ratio = np.exp(np.minimum(log_ratio.sum(1), math.log(largest)))
     return np.where(responses.from_base, ratio, 1.0)
+
+
+def sampler_ratio(
+    policy: CausalLMPolicy | ExplicitPolicy, rows: Rows, *, batch_size: int
+) -> NDArray[np.float64]:
+    """Return min(p(y|x)/q(y|x), 2), ``[rows]``: p as transformers computes it, q as vLLM sampled.
+
+    Both are of the row's own policy, π_t or μ. It is 1 for rows that vLLM did not sample.
+    """
+    ratio = np.ones(len(rows.user))
+    if (sampled := getattr(rows, "sampled", None)) is None or isinstance(policy, ExplicitPolicy):
+        return ratio
+    for base in np.unique(rows.from_base):
+        chosen = np.flatnonzero(rows.from_base == base)
+        with policy.base() if base else contextlib.nullcontext():
+            own = token_logprobs(policy, language_model_rows(rows).take(chosen), batch_size)
+        gap = (own - sampled[chosen]).sum(1)
+        ratio[chosen] = np.exp(np.minimum(gap, math.log(LARGEST_RATIO)))
+    return ratio

@@ -41,7 +41,7 @@ from dprlhf.hardware import repeatable, to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights
+from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights, sampler_ratios
 from dprlhf.updates.round import PrivateRound
 
 LOCAL_LEARNING_RATE = 0.1
@@ -52,7 +52,7 @@ def ppo(round_: PrivateRound, spec: recipe.PPO) -> None:
     """Release the mean of the users' clipped moves θ − θ₀, and take a step along it."""
     weights = round_.responses.map(
         token_weights,
-        round_advantage_weights(round_, spec.baseline),
+        round_advantage_weights(round_, spec.baseline, sampler_ratios(round_, spec.batch_size)),
         round_.log_ratio(spec.batch_size),
     )
     moves = round_.responses.map(partial(_moves, round_, spec), round_.valid, weights)

@@ -1,0 +1,117 @@
+"""vLLM itself: tests that pass on it, how far its log-probabilities are, whether rows are apart.
+
+``bash scripts/vllm_check.sh`` installs its CPU engine and calls this. With ``--gpu`` (extra
+``vllm``, ``VLLM_BATCH_INVARIANT=1``) the same is measured there, without the tests, and the checks
+of a run stay as they are. Writes rows to ``docs/results/places.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "results" / "places.json"
+sys.path.insert(0, str(ROOT / "tests"))
+
+from dprlhf.errors import DprlhfError  # noqa: E402
+from dprlhf.rollout import vllm as backend  # noqa: E402
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from helpers.sampled import draw, five  # noqa: E402
+from rollout.test_vllm import gaps, on_cpu, policy_in, save_model  # noqa: E402
+
+GPU = "python -m scripts.review.vllm --gpu"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FARTHEST = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+def tests() -> Result:
+    """Run the tests of vLLM, none of which is skipped where it is installed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/rollout/test_vllm.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    found = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)", tail(done.stdout))}
+    good = found.keys() == {"passed"}
+    name = f"tests of vLLM passed with vllm {importlib.import_module('vllm').__version__}"
+    return Result(name, found.get("passed", 0), "tests", "all", good)
+
+
+def tail(text: str) -> str:
+    """Return what pytest counts in its last line: "25 passed in 76.15s"."""
+    lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+    return lines[-1].partition(" in ")[0] if lines else ""
+
+
+@contextlib.contextmanager
+def engine_on_cpu(dtype: str) -> Iterator[None]:
+    """Let the CPU engine pass, in float32, too, which a run does not offer."""
+    vllm: Any = importlib.import_module("vllm")
+    start = vllm.LLM
+    with pytest.MonkeyPatch.context() as patch:
+        on_cpu(patch)
+        patch.setattr(backend, "_refuse", lambda policy: None)
+        patch.setattr(vllm, "LLM", lambda **given: start(**{**given, "dtype": dtype}))
+        yield
+
+
+def of_engine(dtype: str, where: str) -> Iterator[Result]:
+    """Start vLLM, compare its log-probabilities with transformers', and try its rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy = policy_in(save_model(Path(folder)), DTYPES[dtype])
+        if where:
+            policy.model.cuda()
+        rows = draw(policy, five(), backend="vllm", responses=32, base_policy="reference")
+        far = float(gaps(policy, rows).mean())
+        words = f"mean |Δ log p| of a token, vLLM{where} and transformers, {dtype}"
+        goal = FARTHEST[dtype]
+        yield Result(words, far, "nats", f"at most {goal:g}", far <= goal)
+        refused = False
+        try:
+            backend.check_rows(policy, rows=64, prompt=64, response=32)
+        except DprlhfError:
+            refused = True
+        words = f"refused by the check of rows: vLLM{where or ' on a CPU'}, {dtype}"
+        if where:
+            yield Result(words, float(refused), "1", "0", not refused)
+        else:  # it is refused before, for want of the mode: this says what the check itself sees
+            yield Result(words, float(refused), "1")
+        backend.engine.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", action="store_true")
+    if parser.parse_args().gpu:
+        done = Result("runs of vLLM's batch-invariant mode on a GPU", 1, "runs", "at least 1", True)
+        write_results(OUT, [*of_engine("bfloat16", " on a GPU"), done])
+        return
+    found = [tests()]
+    for dtype in DTYPES:
+        with engine_on_cpu(dtype), mock.patch.dict("os.environ"):
+            found += of_engine(dtype, "")
+    kept = OUT.read_text("utf-8") if OUT.exists() else ""
+    name = "runs of vLLM's batch-invariant mode on a GPU"
+    if name not in kept:
+        found.append(Result(name, 0, "runs", f"at least 1, not measured here: {GPU}", False))
+    found = [replace(row, command="bash scripts/vllm_check.sh") for row in found]
+    write_results(OUT, found)
+    for row in found:
+        print(f"{row.value:8.3g} {row.unit:6} {row.name}")
+
+
+if __name__ == "__main__":
+    main()
