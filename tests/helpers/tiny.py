@@ -1,11 +1,13 @@
 """Tiny models and tokenizers, made in memory, with the real classes and file formats."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -56,6 +58,19 @@ def model(kind: Kind = "gpt2", seed: int = 0, layers: int = 2) -> PreTrainedMode
             )
         )  # fmt: skip
     return built.eval()
+
+
+def of_type(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A model of any type in float64, far from uniform: a wrong neighbour is seen."""
+    known = AutoConfig.for_model(model_type)
+    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    torch.manual_seed(0)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**chosen, **settings})
+    )
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made.double()
 
 
 def save(folder: Path, kind: Kind = "gpt2", seed: int = 0) -> Path:

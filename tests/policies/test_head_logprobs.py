@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from dprlhf.policies import head_logprobs as module
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -60,17 +58,11 @@ def test_parts_have_one_size_and_waste_little(rows: int, monkeypatch: pytest.Mon
 
 
 def policy_of(model_type: str, adapter: Adapter | None = None, **settings: Any) -> CausalLMPolicy:
-    known = transformers.AutoConfig.for_model(model_type)
-    chosen = {name: value for name, value in tiny.SMALL.items() if hasattr(known, name)}
-    config = transformers.AutoConfig.for_model(model_type, **{**chosen, **settings})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    model = tiny.of_type(model_type, **settings)
     adapter = adapter or Adapter(
         type="lora", rank=1, target_modules=r".*(q_proj|qkv|query_key_value|c_attn|qkv_proj)"
     )
-    policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
+    policy = make_policy(model, tiny.tokenizer(), adapter, temperature=0.7)
     for name, weight in policy.parameters.items():
         if "lora" in name:
             torch.nn.init.normal_(weight, std=0.3)

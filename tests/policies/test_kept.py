@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
@@ -29,28 +27,19 @@ from helpers import tiny
 from helpers.marks import slow
 from helpers.policies import exact_norms
 
-SMALL = {**tiny.SMALL, "num_hidden_layers": 3, "n_layer": 3}
-
 LINEAR = (nn.Linear, Conv1D)
 TEXTS = ["a story of two", "no", "the film", "ab", "x", "a longer text, cut at its front", "b"]
 LENGTH, K = 4, 4
 
 
 def policy_of(model_type, layers=None, spec=None):
-    known = transformers.AutoConfig.for_model(model_type)
-    chosen = {name: value for name, value in SMALL.items() if hasattr(known, name)}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **chosen)
-    )
-    for parameter in model.parameters():  # far from uniform: a wrong neighbour is seen
-        torch.nn.init.normal_(parameter, std=0.3)
+    model = tiny.of_type(model_type, num_hidden_layers=3, n_layer=3)
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     linear = {n.split(".")[-1] for n, m in layer.named_modules() if isinstance(m, LINEAR)}
     plain = {"type": "lora", "rank": 1, "target_modules": sorted(linear), "init": "random"}
     given = spec or (plain if layers is None else {**plain, "layers": layers})
     adapter = recipe.Adapter.model_validate(given)
-    policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
+    policy = make_policy(model, tiny.tokenizer(), adapter, temperature=0.7)
     exact_norms(policy.model.double())
     for weight in policy.parameters.values():
         torch.nn.init.normal_(weight, std=0.3)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 from dprlhf.policies import shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -19,16 +18,9 @@ from helpers.marks import slow
 PROMPT, RESPONSE, COPIES = 5, 4, 3
 
 
-def policy_of(model_type: str, **settings: Any) -> CausalLMPolicy:
-    known = transformers.AutoConfig.for_model(model_type)
-    chosen = {name: value for name, value in tiny.SMALL.items() if hasattr(known, name)}
-    config = transformers.AutoConfig.for_model(model_type, **{**chosen, **settings})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # far from uniform: a wrong neighbour is seen
-        torch.nn.init.normal_(parameter, std=0.3)
+def policy_of(model_type: str) -> CausalLMPolicy:
     adapter = Adapter(type="lora", rank=1, target_modules="all-linear", init="random")
-    policy = make_policy(model.double(), tiny.tokenizer(), adapter, temperature=0.7)
+    policy = make_policy(tiny.of_type(model_type), tiny.tokenizer(), adapter, temperature=0.7)
     for weight in policy.parameters.values():
         torch.nn.init.normal_(weight, std=0.3)
     return policy
