@@ -91,7 +91,10 @@ def reserved(book: Book) -> list[str]:
 @pytest.mark.slow
 def test_each_person_of_a_pair_pays(model: str) -> None:
     """Whoever was with somebody else before pays for both runs, and so does each of those."""
-    book = Book.create("book.db", "talks", epsilon=50.0, delta=1e-5, unit="a,b")
+    columns = ["--user-column", "b", "--user-column", "a"]
+    made = ["budget", "create", "talks", "--epsilon", "50", "--delta", "1e-5", *columns]
+    assert CliRunner().invoke(app, made).exit_code == 0
+    book = Book("book.db")
     talks = [{"a": f"a{i}", "b": f"b{i}", "prompt": f"user {i} says"} for i in range(USERS)]
     others = [row | {"b": f"c{i}"} for i, row in enumerate(talks)]
     swapped = [row | {"a": row["b"], "b": row["a"]} for row in talks]

@@ -134,8 +134,8 @@ def test_a_person_of_a_pair_takes_its_rows_along(model, key, tmp_path):
     card = json.loads((run / "privacy.json").read_text())
     assert card["users"] == users.count
     assert card["unit"] == (
-        "user = one person; each row belongs to all whom 'a' and 'b' name; each person is in the"
-        " rows of one such group, and one vector is clipped for these, at most 2 prompts"
+        "user = one person; each row belongs to all whom 'a' and 'b' name, and each person is in"
+        " the rows of one such group, which are clipped together, at most 2 prompts"
     )
     assert f"the number of groups, {users.count}" in card["assumed_public"]
     assert any("who shares rows with whom ('a' and 'b')" in one for one in card["assumed_public"])

@@ -40,8 +40,11 @@ def create(
     ],
     delta: Annotated[float, typer.Option(help="δ at which that ε is stated.")],
     user_column: Annotated[
-        str | None,
-        typer.Option(help="The column that names the user.", show_default="each row is a user"),
+        list[str] | None,
+        typer.Option(
+            help="The column that names the user; again for each owner of a row.",
+            show_default="each row is a user",
+        ),
     ] = None,
     adaptive: Annotated[
         bool,
@@ -51,9 +54,11 @@ def create(
 ) -> None:
     """Give a data set its budget for life; the first one makes the book and its key."""
     from dprlhf.budget import Book
+    from dprlhf.recipe.data import unit_of
 
+    unit = unit_of(user_column or [])
     made = Book.create(
-        _named(book), dataset, epsilon=epsilon, delta=delta, unit=user_column, adaptive=adaptive
+        _named(book), dataset, epsilon=epsilon, delta=delta, unit=unit, adaptive=adaptive
     )
     typer.echo(
         f"book {made.id} ({made.storage.label}): data set {dataset}, epsilon {epsilon:g} at delta"

@@ -270,7 +270,7 @@ def privacy_declare(
     steps: Annotated[int, typer.Option(help="Number of steps.")],
     delta: Delta,
     user_column: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(help="The column that was protected.", show_default="each row was"),
     ] = None,
     shuffled: Annotated[
@@ -284,13 +284,14 @@ def privacy_declare(
     A run that starts from the model then has to name it: previous: [{run: MODEL}].
     """
     from dprlhf.privacy.gaussian import upwards
+    from dprlhf.recipe.data import unit_of
     from dprlhf.runs.declared import declare
 
     cost = declare(
         model,
         [(noise_multiplier, sample_rate, steps)],
         delta=delta,
-        unit=user_column,
+        unit=unit_of(user_column or []),
         sampling="shuffled" if shuffled else "poisson",
         program=program,
     )

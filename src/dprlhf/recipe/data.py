@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.recipe.base import PositiveInt, Settings
+
+
+def unit_of(owners: Iterable[str]) -> str | None:
+    """Return the privacy unit as ledgers and budget books write it; None where it is a row."""
+    return ",".join(sorted(owners)) or None
 
 
 class Data(Settings):
@@ -70,8 +76,8 @@ class Data(Settings):
 
     @property
     def unit(self) -> str | None:
-        """The privacy unit as ledgers and budget books write it; None where it is a row."""
-        return ",".join(self.owners) or None
+        """The privacy unit, as :func:`unit_of` writes it."""
+        return unit_of(self.owners)
 
     @property
     def prompts_in_round(self) -> int:

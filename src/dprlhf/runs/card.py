@@ -55,8 +55,8 @@ def privacy_card(
     graph = []  # of who shares rows with whom
     if len(owners) > 1:
         unit = (
-            f"one person; each row belongs to all whom {columns} name; each person is in the rows"
-            " of one such group, and one vector is clipped for these"
+            f"one person; each row belongs to all whom {columns} name, and each person is in the"
+            " rows of one such group, which are clipped together"
         )
         graph = [f"who shares rows with whom ({columns}), from which the groups are chosen"]
     risk = None  # what a guess about one person can gain from this run and the earlier ones
