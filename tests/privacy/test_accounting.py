@@ -188,7 +188,7 @@ def test_curves_against_sampling(z, rounds, eps, side, tilt):
 
 @pytest.mark.slow
 @given(st.floats(0, 4), st.floats(math.log10(0.2), math.log10(8)), st.floats(-9, -3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_bounds_are_within_one_percent(log_t: float, log_z: float, log_delta: float) -> None:
     cost = epsilon(Mechanism(10**log_z, round(10**log_t)), 10**log_delta)
     assert cost.epsilon_lower <= cost.epsilon
@@ -198,7 +198,7 @@ def test_bounds_are_within_one_percent(log_t: float, log_z: float, log_delta: fl
 
 @pytest.mark.slow
 @given(st.integers(1, 300), st.floats(0.3, 5), st.floats(1.001, 2), st.floats(-9, -3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_epsilon_falls_with_noise_rounds_and_delta(rounds, z, factor, log_delta):
     delta = 10**log_delta
     base = epsilon(Mechanism(z, rounds), delta)
