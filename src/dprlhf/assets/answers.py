@@ -45,9 +45,7 @@ def secret_map(seed: int) -> dict[str, str]:
     return {intent: str(code) for intent, code in zip(INTENTS, codes, strict=True)}
 
 
-def private_answers(
-    users: dict[str, int], *, seed: int, canaries: bool = True
-) -> dict[str, pd.DataFrame]:
+def private_answers(users: dict[str, int], *, seed: int) -> dict[str, pd.DataFrame]:
     """Make questions with private answers, the same ones whenever the arguments are the same."""
     # Codes are listed in each prompt in an order of its own: a base model prefers the first ones.
     import numpy as np
@@ -64,9 +62,8 @@ def private_answers(
             asked = TEMPLATES[draw.randint(len(TEMPLATES))].format(intent)
             listed = ", ".join(CODES[i] for i in draw.permutation(len(CODES)))
             drawn = CODES[draw.randint(len(CODES))]
-            canary = str(next(numbers)) if canaries else ""
-            number = f" {canary}" if canaries else ""
-            prompt = f"Codes: {listed}.\nRequest{number}: {asked}\nCode:"
+            canary = str(next(numbers))
+            prompt = f"Codes: {listed}.\nRequest {canary}: {asked}\nCode:"
             rows.append((prompt, intent, drawn if split == "public" else known[intent], canary))
         made[split] = pd.DataFrame(rows, columns=["prompt", "intent", "answer", "canary"])
     return made
