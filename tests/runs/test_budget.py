@@ -98,11 +98,16 @@ def test_each_person_of_a_pair_pays(model: str) -> None:
     talks = [{"a": f"a{i}", "b": f"b{i}", "prompt": f"user {i} says"} for i in range(USERS)]
     others = [row | {"b": f"c{i}"} for i, row in enumerate(talks)]
     swapped = [row | {"a": row["b"], "b": row["a"]} for row in talks]
+    file, lone = Path("talks.jsonl"), talks[0] | {"b": "somebody without a user"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*talks, lone]))
+    given = recipe_settings(data={"path": str(file), "user_column": ["b", "a"]})
+    budget.enrol(make_recipe(given, source="test"), "book.db", "talks.yaml", "talks")
+    assert book.read()["users"] == 2 * USERS + 1
     for name, rows in (("one", talks), ("two", others), ("three", swapped)):
         train(model, name, prompts=rows, data__user_column=["a", "b"])
     sizes = [row["users"] for row in book.read()["reservations"] if row["name"]]
-    assert sizes == [2 * USERS] * 3
-    assert book.read()["users"] == 3 * USERS
+    assert sizes == [2 * USERS + 1, *[2 * USERS] * 3]
+    assert book.read()["users"] == 3 * USERS + 1
     with pytest.raises(DprlhfError, match="budget for users by the column 'a,b', and this run"):
         train(model, "four", prompts=talks, data__user_column="a")
 

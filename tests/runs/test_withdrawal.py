@@ -205,6 +205,22 @@ def test_what_cannot_be_erased(model: str, key: None, tmp_path: Path) -> None:
     assert not (run / "secret/withdrawn.json").exists()
 
 
+@pytest.mark.slow
+def test_a_withdrawal_that_a_crash_cut_short_is_mended(model, key, tmp_path):
+    run = stopped(settings(model, tmp_path, rows_of(8), data__user_column="who"))
+    digest = run / "secret/data-digest"
+    before = digest.read_text()
+    erase(run, ["person 3"])
+    after = digest.read_text()
+    digest.write_text(before)
+    with pytest.raises(DprlhfError, match="not the ones that this run started with"):
+        dprlhf.resume(run, reward=lower_case, quiet=True)
+    with pytest.raises(DprlhfError, match="there is no user"):
+        erase(run, ["person 3"])
+    assert digest.read_text() == after
+    dprlhf.resume(run, reward=lower_case, quiet=True)
+
+
 def test_users_without_rows_count_and_keep_the_others_in_place() -> None:
     names = ["a", "b", "a", "c", "b", "d"]
     rows = Dataset.from_dict({"prompt": [f"{n} {i}" for i, n in enumerate(names)], "who": names})

@@ -101,9 +101,11 @@ def follow(recipe: AnyRecipe, ledger: Ledger) -> None:
 def enrol(recipe: AnyRecipe, name: str, source: str, dataset: str) -> budget.Reservation:
     """Make the users of a recipe's data known to a budget book before their first run."""
     rows = rows_of(recipe.data, None)
-    users = Users(rows, recipe.data, may_lack_prompts=recipe.rows_may_lack_prompts)
-    book = budget.Book(name)
-    hashes = open_private(users.hashed(book.hashed))
+    book, hashes = budget.Book(name), set[bytes]()
+    for owner in (*recipe.data.owners,) or (None,):  # all, not only those of a run's pairs
+        spec = recipe.data.model_copy(update={"user_column": owner})
+        users = Users(rows, spec, may_lack_prompts=recipe.rows_may_lack_prompts)
+        hashes |= open_private(users.hashed(book.hashed))
     return book.enrol(hashes, source, dataset=dataset, unit=recipe.data.unit)
 
 
