@@ -217,7 +217,7 @@ def save_model(folder: Path) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
