@@ -160,7 +160,7 @@ def texts_of(task: Task, users: int, seed: int) -> tuple[list[str], list[str]]:
     """Return public texts, and a text of each user."""
     if not task.smollm2:
         texts = sentences()
-        return texts[:PUBLIC], texts[PUBLIC + seed * users : PUBLIC + (seed + 1) * users]
+        return texts[:PUBLIC], random.Random(seed).sample(texts[PUBLIC:], users)
     folder = Path(resolve("asset:rotten-tomatoes"))
     public, private = (pd.read_parquet(folder / f"{n}.parquet")["text"] for n in ("test", "train"))
     return list(public[:PUBLIC]), random.Random(seed).sample(list(private), users)
