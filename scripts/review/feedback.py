@@ -9,6 +9,10 @@ completions of held-out public prompts that the majority likes.
 
 ``feedback`` fits that log, ``sft`` the liked completions alone, and ``public only`` is a run
 without noise on the labelled public rows, from which the directions of the other two come.
+``reward model`` fits a private reward model to the log, and the policy to that reward without noise,
+by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private subspace of
+the model's hidden states, and the policy to the best and worst of public completions, after DPPrefSyn
+(arXiv 2605.30808), with one cluster of users and this project's loss instead of DPO.
 ``windows`` fits four logs of the same users, each written by the model that the one before made.
 ``interval`` asks, without a model, how often the private value's interval holds the true value.
 """
@@ -25,9 +29,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import yaml
+from scipy.optimize import brentq
+from scipy.stats import norm
 from scripts.review.first_run import commas, sentences, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,11 +43,13 @@ from dprlhf.assets import resolve
 from dprlhf.cli.init import new_recipe
 from dprlhf.recipe.loading import recipe_from
 from dprlhf.runs.measurements import Result, machine, write_results
+from dprlhf.training.defaults import with_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs/results/feedback.json"
 COMMAND = "python -m scripts.review.feedback --kept FOLDER"
 PUBLIC, SHOWN, TOKENS, WINDOWS, NO_NOISE = 192, 2, 24, 4, 1e6
+SYNTHESIS_DIMENSIONS, SYNTHESIS_STEPS, SYNTHESIS_DRAWS = 8, 20, 8
 
 
 def vowels(texts: list[str]) -> list[float]:
@@ -139,14 +148,110 @@ class Simulation:
         )  # fmt: skip
         return AutoModelForCausalLM.from_pretrained(out / "model").eval()
 
+    def by_reward_model(self, rows: list[dict[str, Any]], epsilon: float, seed: int) -> Any:
+        """Return the model that a private reward model trains on public prompts."""
+        values: dict[str, Any] = {
+            "stage": "reward", "policy": {"model_name_or_path": self.model}, "seed": seed,
+            "labels": ["false", "true"], "privacy": {"epsilon": epsilon, "delta": 1e-5},
+            "data": {
+                "path": "in-memory", "prompt_column": "text", "label_column": "label",
+                "user_column": "user", "max_tokens": 48 + TOKENS,
+            },
+            "evaluation": {"data": {"path": "in-memory"}},
+        }  # fmt: skip
+        users = len({row["user"] for row in rows})
+        values = with_defaults(values, users=users, public=PUBLIC, model=self.model)
+        private, public = (
+            [
+                {
+                    **row,
+                    "text": row["prompt"] + row["completion"],
+                    "label": str(row["label"]).lower(),
+                }
+                for row in some
+            ]
+            for some in (rows, self.public_rows)
+        )
+        with tempfile.TemporaryDirectory() as place:
+            dprlhf.train_stage(
+                recipe_from(values, (), source="reward"), data=private, evaluation_data=public,
+                output_dir=Path(place) / "reward", quiet=True,
+            )  # fmt: skip
+            reward = dprlhf.recipe.Reward(
+                classifier=str(Path(place) / "reward/model"), label="true"
+            )
+            result = dprlhf.train(
+                model=self.model, reward=reward, epsilon=NO_NOISE, seed=seed,
+                prompts=[{"prompt": text, "user": text} for text in self.public[64:]],
+                data__user_column="user", evaluation_prompts=self.public[:64],
+                rollout__max_new_tokens=TOKENS, output_dir=Path(place) / "rl", quiet=True,
+                previous=[{"run": str(Path(place) / "reward")}],
+            )  # fmt: skip
+            return result.policy.model.eval()
+
+    def features(self, rows: list[dict[str, Any]]) -> Any:
+        """Return a completion's mean hidden state, ``[rows, hidden size]``, of public mean 0."""
+        if not hasattr(self, "_middle"):
+            self._middle, self._scale = torch.zeros(()), torch.ones(())
+            public = self.features(self.public_rows)
+            self._middle, self._scale = public.mean(0), public.std(0)
+        found = []
+        for row in rows:
+            prompt, text = (
+                self.tokenizer(row[k], return_tensors="pt").input_ids
+                for k in ("prompt", "completion")
+            )
+            with torch.no_grad():
+                ids = torch.cat([prompt, text], 1).long()
+                states = self.base(ids, output_hidden_states=True).hidden_states[-1]
+            found.append(states[0, prompt.shape[1] - 1 :].mean(0))
+        return (torch.stack(found).double() - self._middle) / self._scale
+
+    def synthesised(self, rows: list[dict[str, Any]], epsilon: float, seed: int) -> list[Any]:
+        """Return public prompts with the completion that a private reward likes most, and least."""
+        rng = np.random.default_rng(seed)
+        signs = np.array([1.0 if row["label"] else -1.0 for row in rows])
+        points = self.features(rows).numpy()
+        points /= np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1)
+        # Sums over users' means, each of norm 1 at most: half of the budget (Gaussian DP's mu^2)
+        # for the covariance, half for all steps.
+        gap = lambda mu: (  # noqa: E731
+            norm.cdf(mu / 2 - epsilon / mu)
+            - np.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+            - 1e-5
+        )
+        sigma = 0.0 if epsilon == NO_NOISE else 2**0.5 / brentq(gap, 1e-3, 100)
+        noise = np.triu(rng.normal(0, sigma, (points.shape[1],) * 2))
+        covariance = points.T @ points / SHOWN + noise + np.triu(noise, 1).T
+        basis = np.linalg.eigh(covariance)[1][:, -SYNTHESIS_DIMENSIONS:]
+        inputs, weights = points @ basis, np.zeros(SYNTHESIS_DIMENSIONS)
+        for _ in range(SYNTHESIS_STEPS):
+            slopes = signs / (1 + np.exp(signs * (inputs @ weights)))
+            total = inputs.T @ slopes / SHOWN
+            total += rng.normal(0, sigma * SYNTHESIS_STEPS**0.5, len(weights))
+            weights += 8 * total / (len(rows) / SHOWN)
+        drawn = [
+            self.completions(self.base, self.public, 7 + draw) for draw in range(SYNTHESIS_DRAWS)
+        ]
+        kept = []
+        for prompt, texts in zip(self.public, zip(*drawn, strict=True), strict=True):
+            own = [{"prompt": prompt, "completion": text} for text in texts]
+            liked = self.features(own).numpy() @ basis @ weights
+            kept.append({**own[int(liked.argmax())], "label": True})
+            kept.append({**own[int(liked.argmin())], "label": False})
+        return kept
+
     def tuned(self, method: str, users: int, epsilon: float, seed: int) -> dict[str, Any]:
         """Return the share after a run; of ``windows`` also the total cost."""
         stage, rows = method, self.log(users, seed) if users else []
         if method == "sft":
             rows = [row for row in rows if row["label"]]
-        elif method == "public only":
+        elif method == "reward model":
+            return {"share": self.share(self.by_reward_model(rows, epsilon, seed))}
+        elif method in ("public only", "synthesis"):
+            public = self.synthesised(rows, epsilon, seed) if rows else self.public_rows
             stage, epsilon = "feedback", NO_NOISE
-            rows = [{**row, "user": f"p{i}"} for i, row in enumerate(self.public_rows)]
+            rows = [{**row, "user": row["prompt"]} for row in public]
         with tempfile.TemporaryDirectory() as place:
             out = Path(place) / "1"
             if method != "windows":

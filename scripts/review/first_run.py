@@ -110,7 +110,7 @@ def sentences() -> list[str]:
         words = re.sub(r"[^A-Za-z .,]+", " ", page.read_text("utf-8")).split()
         found += [" ".join(words[i : i + 4]) for i in range(0, len(words) - 4, 7)]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(1)).tolist()
-    return list(dict.fromkeys(found[i] for i in order))
+    return list({"".join(found[i].lower().split()): found[i] for i in order}.values())
 
 
 def byte_tokenizer(template: str) -> Any:
