@@ -9,10 +9,10 @@ completions of held-out public prompts that the majority likes.
 
 ``feedback`` fits that log, ``sft`` the liked completions alone, and ``public only`` is a run
 without noise on the labelled public rows, from which the directions of the other two come.
-``reward model`` fits a private reward model to the log, and the policy to that reward without noise,
-by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private subspace of
-the model's hidden states, and the policy to the best and worst of public completions, after DPPrefSyn
-(arXiv 2605.30808), with one cluster of users and this project's loss instead of DPO.
+``reward model`` fits a private reward model to the log, and the policy to that reward without
+noise, by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private
+subspace of the model's hidden states, and the policy to the best and worst of public completions:
+DPPrefSyn (arXiv 2605.30808), with one cluster of users and this project's loss instead of DPO.
 ``windows`` fits four logs of the same users, each written by the model that the one before made.
 ``interval`` asks, without a model, how often the private value's interval holds the true value.
 """
