@@ -35,7 +35,7 @@ import torch
 import yaml
 from scipy.optimize import brentq
 from scipy.stats import norm
-from scripts.review.first_run import commas, sentences, small_model
+from scripts.review.first_run import sentences, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dprlhf
@@ -55,6 +55,11 @@ SYNTHESIS_DIMENSIONS, SYNTHESIS_STEPS, SYNTHESIS_DRAWS = 8, 20, 8
 def vowels(texts: list[str]) -> list[float]:
     """Return the number of vowels in each text."""
     return [float(sum(letter in "aeiou" for letter in text)) for text in texts]
+
+
+def commas(texts: list[str]) -> list[float]:
+    """Return the number of commas in each text."""
+    return [float(text.count(",")) for text in texts]
 
 
 TASKS = {"small model, vowels": vowels, "SmolLM2, commas": commas}

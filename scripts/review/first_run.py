@@ -5,8 +5,10 @@
 Writes rows to ``docs/results/first_run.json``. No default was chosen on these tasks (``TASKS``):
 two of a small model that is trained on this project's pages first, and four of SmolLM2-135M with
 sentences of Rotten Tomatoes for prompts, three of which are chats. ``dprlhf.train`` gets a model,
-prompts, a reward, public prompts and ε alone. In some tasks four in five users want the opposite of
-the others, which only their rows say; the gain is that of the majority.
+prompts, a reward, public prompts and ε alone; so do, ``--by``, the recipe that ``dprlhf init``
+writes, TRL's trainer, and ``dprlhf tune``, for ten minutes on public prompts of its own. In some
+tasks four in five users want the opposite of the others, which only their rows say; the gain is
+that of the majority.
 
 A gain is the mean over seeds of the difference on held-out public prompts. Several processes may
 fill one folder at a time (``--tasks``); on an idle machine one says ``--timed``.
@@ -20,25 +22,31 @@ import json
 import random
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
 import trl
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import dprlhf
 from dprlhf.assets import resolve
+from dprlhf.cli.init import new_recipe
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.public import Guides
 from dprlhf.data.users import Users
 from dprlhf.recipe import load_recipe
 from dprlhf.runs.measurements import Result, machine, write_results
 from dprlhf.training.timing import seconds_a_round
+from dprlhf.trl import PrivateGRPOConfig, PrivateGRPOTrainer
 
 ROOT = Path.cwd()
 OUT = ROOT / "docs/results/first_run.json"
@@ -71,35 +79,47 @@ TASKS = {
 }
 
 
-def spaces(completions: list[str], **columns: Any) -> list[float]:
+def as_wanted(score: Callable[[list[str]], list[float]]) -> Callable[..., list[float]]:
+    """Return a reward with TRL's signature: a score, times 1 or −1 by what the user wants."""
+
+    def reward(completions: list[Any], wants: list[float], **columns: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        return [want * value for want, value in zip(wants, score(texts), strict=True)]
+
+    reward.__name__ = score.__name__
+    return reward
+
+
+@as_wanted
+def spaces(texts: list[str]) -> list[float]:
     """Return ten times the share of spaces, less what English has."""
-    return [10 * text.count(" ") / max(len(text), 1) - 1.5 for text in _texts(completions)]
+    return [10 * text.count(" ") / max(len(text), 1) - 1.5 for text in texts]
 
 
-def commas(completions: list[str], **columns: Any) -> list[float]:
+@as_wanted
+def commas(texts: list[str]) -> list[float]:
     """Return the number of commas, at most 4, less 1."""
-    return [min(text.count(","), 4) - 1.0 for text in _texts(completions)]
+    return [min(text.count(","), 4) - 1.0 for text in texts]
 
 
-def plain_words(completions: list[str], **columns: Any) -> list[float]:
+@as_wanted
+def plain_words(texts: list[str]) -> list[float]:
     """Return 1 less four times the share of words with more than seven letters."""
-    found = [re.findall("[A-Za-z]+", text) for text in _texts(completions)]
+    found = [re.findall("[A-Za-z]+", text) for text in texts]
     return [1 - 4 * sum(len(w) > 7 for w in ws) / max(len(ws), 1) for ws in found]
 
 
-def second_person(completions: list[str], **columns: Any) -> list[float]:
+@as_wanted
+def second_person(texts: list[str]) -> list[float]:
     """Return the number of words such as "you", at most 3, less 1."""
     pattern = re.compile(r"\b(you|your|yours|yourself)\b", re.IGNORECASE)
-    return [min(len(pattern.findall(text)), 3) - 1.0 for text in _texts(completions)]
+    return [min(len(pattern.findall(text)), 3) - 1.0 for text in texts]
 
 
-def questions(completions: list[str], **columns: Any) -> list[float]:
+@as_wanted
+def questions(texts: list[str]) -> list[float]:
     """Return 1 for a text with a question mark, otherwise −1."""
-    return [1.0 if "?" in text else -1.0 for text in _texts(completions)]
-
-
-def _texts(completions: list[Any]) -> list[str]:
-    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [1.0 if "?" in text else -1.0 for text in texts]
 
 
 def sentences() -> list[str]:
@@ -166,26 +186,79 @@ def texts_of(task: Task, users: int, seed: int) -> tuple[list[str], list[str]]:
     return list(public[:PUBLIC]), random.Random(seed).sample(list(private), users)
 
 
-def one_run(model: str, task: Task, users: int, epsilon: float, seed: int) -> dict[str, Any]:
+def to_file(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tuned(recipe: Path, task: Task, users: int, kept: Path) -> Path:
+    """Return what ``dprlhf tune`` makes of a recipe; all seeds share one search."""
+    made = kept / f"{task.reward}-{task.against:g}-{users}.yaml"
+    if not made.is_file():
+        drawn = {text for seed in range(3) for text in texts_of(task, users, seed)[1]}
+        texts = [text for text in sentences() if text not in drawn][:1200]
+        public = kept / "public.jsonl"
+        to_file(public, [{"prompt": task.prompt(text), "wants": 1.0} for text in texts])
+        command = (
+            f"dprlhf tune {recipe} --minutes 10 --scored 192 --public {public} --output {made}"
+        )
+        subprocess.run(
+            [Path(sys.executable).parent / command.split()[0], *command.split()[1:]], check=True
+        )
+    return made
+
+
+def one_run(
+    model: str, task: Task, users: int, epsilon: float, seed: int, by: str, kept: Path
+) -> dict[str, Any]:
     """Tune on so many users with the defaults, and return the gain and the two durations."""
     texts, own = texts_of(task, users, seed)
     public = [{"prompt": task.prompt(text), "wants": 1.0} for text in texts]
     likes = [-1.0 if i % 5 < 5 * task.against else 1.0 for i in range(users)]
     rows = [{"prompt": task.prompt(t), "wants": w} for t, w in zip(own, likes, strict=True)]
-    reward = dprlhf.recipe.Reward(
-        function=f"{Path(__file__).resolve()}:{task.reward}", times_column="wants"
-    )
     with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "run"
         started = time.monotonic()
-        result = dprlhf.train(
-            model=model, prompts=rows, reward=reward, epsilon=epsilon, seed=seed,
-            evaluation_prompts=public, output_dir=Path(place) / "run", quiet=True,
-        )  # fmt: skip
+        if by == "train":
+            result = dprlhf.train(
+                model=model, prompts=rows, reward=globals()[task.reward], epsilon=epsilon,
+                seed=seed, evaluation_prompts=public, output_dir=out, quiet=True,
+            )  # fmt: skip
+        elif by == "trl":
+            trainer = PrivateGRPOTrainer(
+                model=model, reward_funcs=globals()[task.reward],
+                args=PrivateGRPOConfig(
+                    output_dir=str(out), privacy_epsilon=epsilon, seed=seed, eval_strategy="steps"
+                ),
+                train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(public),
+            )  # fmt: skip
+            trainer.train()
+            result = trainer.result
+        else:
+            recipe_file, private = Path(place) / "recipe.yaml", Path(place) / "private.jsonl"
+            to_file(private, rows)
+            to_file(private.with_name("public.jsonl"), public)
+            recipe_file.write_text(
+                new_recipe(
+                    model=model, prompts=str(private), user_column="", epsilon=epsilon,
+                    public_prompts=str(private.with_name("public.jsonl")),
+                    reward=f"{Path(__file__).resolve()}:{task.reward}", users=users, public=PUBLIC,
+                )
+            )  # fmt: skip
+            if by == "tune":
+                recipe_file = tuned(recipe_file, task, users, kept)
+            result = dprlhf.train(
+                recipe_file, output_dir=out, quiet=True,
+                overrides=[
+                    f"seed={seed}", f"data.path={private}",
+                    f"evaluation.data.path={private.with_name('public.jsonl')}",
+                ],
+            )  # fmt: skip
         seconds = time.monotonic() - started
-        secret = Path(place) / "run/secret/telemetry-0.jsonl"
+        secret = out / "secret/telemetry-0.jsonl"
         lines = [json.loads(line) for line in secret.read_text().splitlines()]
-        timing = json.loads((Path(place) / "run/timing.json").read_text())
-        recipe = load_recipe(Path(place) / "run/recipe.yaml")
+        timing = json.loads((out / "timing.json").read_text())
+        recipe = load_recipe(out / "recipe.yaml")
         assert recipe.evaluation is not None
         guides = Guides(Users(rows_of(recipe.data, public), recipe.data), recipe.evaluation.prompts)
     assert result.difference is not None
@@ -205,6 +278,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, nargs="+", default=[300, 1000, 3000])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[4.0, 1.0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--by", choices=["train", "init", "trl", "tune"], default="train")
     parser.add_argument("--timed", action="store_true", help="write how long it took, too")
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
@@ -212,24 +286,26 @@ def main() -> None:
     for name, users, epsilon in itertools.product(options.tasks, options.users, options.epsilons):
         task, found = TASKS[name], []
         for seed in range(options.seeds):
-            file = options.kept / f"{name}-{users}-{epsilon:g}-{seed}.json"
+            by = "" if options.by == "train" else f"{options.by}-"
+            file = options.kept / f"{by}{name}-{users}-{epsilon:g}-{seed}.json"
             if not file.is_file():
                 folder = options.kept / "model"
                 model = str(folder) if folder.is_dir() or task.smollm2 else small_model(folder)
                 model = resolve("asset:smollm2-135m") if task.smollm2 else model
-                file.write_text(json.dumps(one_run(model, task, users, epsilon, seed)))
+                one = one_run(model, task, users, epsilon, seed, options.by, options.kept)
+                file.write_text(json.dumps(one))
             found.append(json.loads(file.read_text()))
             print(name, users, epsilon, seed, found[-1], flush=True)
         ratios += [one["estimated"] / one["measured"] for one in found]
         gains = [one["gain"] for one in found]
         error = statistics.stdev(gains) / len(gains) ** 0.5
-        row = f"first run: {name}, {users} users, epsilon {epsilon:g}"
+        row = f"first run{by and f' by {options.by}'}: {name}, {users} users, epsilon {epsilon:g}"
         mean = statistics.fmean(gains)
         least = mean > -2 * error
-        by = COMMAND, found[0]["machine"]
+        source = COMMAND, found[0]["machine"]
         rows += [
-            Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, *by),
-            Result(f"{row}: standard error of the gain", error, "reward", "", None, *by),
+            Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, *source),
+            Result(f"{row}: standard error of the gain", error, "reward", "", None, *source),
         ]
     if options.timed:
         row, ratio = "first run: estimated over measured time of rounds", statistics.median(ratios)
