@@ -1,4 +1,4 @@
-"""Fixed places: which kernels the check at the start accepts, and what neighbours move.
+"""Fixed places: which kernels the check at the start accepts, what neighbours move, what fits.
 
 Writes rows to ``docs/results/places.json``::
 
@@ -7,16 +7,23 @@ Writes rows to ``docs/results/places.json``::
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "places.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
+from dprlhf import recipe  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from helpers import tiny  # noqa: E402
 
 
 def verdicts() -> list[Result]:
@@ -69,6 +76,80 @@ def verdicts() -> list[Result]:
     return found
 
 
+SHAPES = {  # hidden, inner, layers, heads, groups; the vocabulary of Llama 3
+    "1.24 billion weights": (2048, 8192, 16, 32, 8),
+    "8.0 billion weights": (4096, 14336, 32, 32, 8),
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "lora": {"adapter": {"rank": 16, "target_modules": "all-linear"}},
+    "lora on 4 bit": {
+        "adapter": {"rank": 16, "target_modules": "all-linear"}, "quantization": "nf4-double"
+    },
+    "full": {"adapter": {"type": "full"}},
+}  # fmt: skip
+
+
+def recipe_of(folder: str, config: Any, prompt: int, response: int, **policy: Any) -> Any:
+    """Save a configuration, and return a recipe for it with eight responses to a prompt."""
+    config.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return recipe.Recipe.model_validate(
+        {
+            "policy": {"model_name_or_path": folder, **policy},
+            "data": {"path": "prompts.jsonl", "max_prompt_tokens": prompt},
+            "rewards": [{"function": "module:reward"}], "privacy": {"epsilon": 1.0}, "rounds": 8,
+            "rollout": {"responses": 8, "max_new_tokens": response},
+        }
+    )  # fmt: skip
+
+
+def memories() -> list[Result]:
+    """Return what larger models take of 80 GB, and how near the estimate comes to a peak."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from bench import models, overhead
+    from bench.measure import peak_bytes, resident_bytes
+    from dprlhf.training.memory import memory_of
+
+    found = []
+    for (shape, sizes), (how, spec) in itertools.product(SHAPES.items(), TRAINED.items()):
+        hidden, inner, layers, heads, groups = sizes
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=groups, vocab_size=128256,
+            tie_word_embeddings=hidden == 2048, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            memory = memory_of(recipe_of(folder, config, 256, 256, dtype="bfloat16", **spec))
+        fixed = memory.weights + memory.trained + memory.logits
+        row = f"80 GB, estimated: {shape}, {how}"
+        found.append(Result(f"{row}: weights, training and logits", fixed / 1e9, "GB"))
+        found += [
+            Result(f"{row}: largest {key}", count, "responses")
+            for key, count in memory.fitting(80e9).items()
+        ]
+    users, each, prompt, response = 4, 8, 64, 32
+    for kind, full in (("gpt2", False), ("llama", False), ("llama", True)):
+        model = models.causal_lm(kind, small=False)
+        made = models.policy(model, kind, full=full)
+        batch, ones = models.responses(users, each, prompt, response), np.ones(users * each)
+        overhead.clipped(made, batch, ones, 1.0)
+        peak = peak_bytes(
+            lambda made=made, batch=batch, ones=ones: overhead.clipped(made, batch, ones, 1.0),
+            resident_bytes(made.model),
+        )
+        adapter = {"rank": 4, "target_modules": models.TARGETS[kind]}
+        spec = {"dtype": "float32", "adapter": {"type": "full"} if full else adapter}
+        with tempfile.TemporaryDirectory() as folder:
+            memory = memory_of(recipe_of(folder, model.config, prompt, response, **spec))
+        # Without optimizer and, in full fine-tuning, the start: the gradient alone is measured.
+        estimate = memory.weights + 12 * memory.dimension + memory.logits
+        ratio = (estimate + users * each * memory.updated_response) / peak
+        what = f"{overhead.NAMES[kind]}, {'full' if full else 'LoRA'}"
+        name = f"estimated over measured peak memory of an update: {what}"
+        found.append(Result(name, ratio, "1", "within 25% of 1", abs(ratio - 1) <= 0.25))
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_results(OUT, verdicts())
+    write_results(OUT, [*verdicts(), *memories()])

@@ -20,7 +20,7 @@ PROMPT, RESPONSE = 5, 4
 @pytest.mark.parametrize("tokens_at_once", [1, 3, 4, 100])  # 7 rows
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_value_and_gradient_are_those_of_the_logits(bias, tokens_at_once, temperature, monkeypatch):
-    monkeypatch.setattr(module, "_LOGITS", tokens_at_once * WORDS)
+    monkeypatch.setattr(module, "MOST_LOGITS", tokens_at_once * WORDS)
     random = torch.Generator().manual_seed(0)
     head = nn.Linear(HIDDEN, WORDS, bias=bias).double().requires_grad_(False)
     states = 3 * torch.randn(7, HIDDEN, generator=random, dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_parts_have_one_size_and_waste_little(rows: int, monkeypatch: pytest.Mon
     """A product's shape decides how it rounds: what a token gets must not depend on its place."""
     shapes = set()
     linear = module.F.linear
-    monkeypatch.setattr(module, "_LOGITS", 4 * WORDS)
+    monkeypatch.setattr(module, "MOST_LOGITS", 4 * WORDS)
     monkeypatch.setattr(
         module.F, "linear", lambda x, *rest: shapes.add(tuple(x.shape)) or linear(x, *rest)
     )

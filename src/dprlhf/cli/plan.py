@@ -34,6 +34,14 @@ NumGenerations = Annotated[
     list[int] | None,
     typer.Option(min=2, help="With a recipe: responses to a prompt to compare; may be repeated."),
 ]
+Hardware = Annotated[
+    float | None,
+    typer.Option(
+        min=1,
+        help="With a recipe: GB of memory of one device; shows what the run takes of it, and the"
+        " largest batch sizes that fit. Only the model's configuration and tokenizer are loaded.",
+    ),
+]
 Show = Annotated[int, typer.Option(min=1, help="With a recipe: number of choices.")]
 Users = Annotated[int | None, typer.Option(help="Without a recipe: N, the number of users.")]
 Epsilon = Annotated[float | None, typer.Option(help="Without a recipe: ε to keep within.")]
@@ -48,7 +56,7 @@ Norm = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-_WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show")
+_WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show", "hardware")
 _WITHOUT_ONE = ("users", "epsilon", "delta", "dimension", "signal")
 
 
@@ -60,6 +68,7 @@ def plan(
     responses: Responses = None,
     num_generations: NumGenerations = None,
     show: Show = 5,
+    hardware: Hardware = None,
     users: Users = None,
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
@@ -95,6 +104,9 @@ def plan(
     from dprlhf.training.planner import choose, measure
 
     loaded = load_recipe(recipe, overrides or ())
+    if hardware is not None:
+        typer.echo(_memory(loaded, hardware, as_json))
+        return
     _warn(loaded.privacy.epsilon)
     facts = measure(loaded, responses=num_generations or ())
     choices, passed = choose(
@@ -156,6 +168,31 @@ def _trade_off(
                 }
             )
     return rows
+
+
+def _memory(loaded: Any, gigabytes: float, as_json: bool) -> str:
+    """Return what a run takes of a device's memory, as JSON or a text table."""
+    from dataclasses import asdict
+
+    from dprlhf.hub import hush_libraries
+    from dprlhf.training.memory import USED, memory_of
+
+    hush_libraries()
+    memory = memory_of(loaded)
+    fitting = memory.fitting(1e9 * gigabytes)
+    if as_json:
+        return json.dumps({**asdict(memory), "fitting": fitting})
+    rows = [
+        ("frozen weights", memory.weights),
+        (f"training d = {memory.dimension:,}", memory.trained),
+        ("logits of an update", memory.logits),
+        ("a response, sampled", memory.sampled_response),
+        ("a response, updated", memory.updated_response),
+    ]
+    lines = [f"{name:<28}{size / 1e9:>9.3f} GB" for name, size in rows]
+    most = ", ".join(f"{key}={count}" for key, count in fitting.items())
+    fits = "nothing fits" if not all(fitting.values()) else f"at most {most}"
+    return "\n".join([*lines, f"within {USED:.0%} of {gigabytes:g} GB: {fits}"])
 
 
 def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:

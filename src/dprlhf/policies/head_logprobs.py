@@ -25,7 +25,7 @@ _PLAIN_HEADS = frozenset(
 """Model types that are tested to have no step between the vocabulary's product and the logits."""
 
 # The most logits that exist at once. Few tokens at a time would read W more often than it pays.
-_LOGITS = 2**25
+MOST_LOGITS = 2**25
 
 
 def has_plain_head(model: Any, trained: frozenset[int]) -> bool:
@@ -63,7 +63,7 @@ class _HeadLogProbs(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         wide = torch.promote_types(states.dtype, torch.float32)
-        rows, most = len(states), max(1, _LOGITS // len(weight))
+        rows, most = len(states), max(1, MOST_LOGITS // len(weight))
         size = max(1, -(-rows // max(1, -(-rows // most))))
         # Equal parts, also the last: rounding depends on a product's shape.
         missing = -rows % size
