@@ -11,6 +11,8 @@
 #   --results FILE    add the figures to this file (default: docs/results/bench.json)
 #   --minutes MINUTES take at most so many whole minutes (default: 8); what is cut keeps its figures
 #
+# Parts that ended well are not repeated by a further call with the same sources and --out.
+#
 # Exit status: 0 all passed or skipped with a reason, 1 something failed, 2 it could not start.
 set -uo pipefail
 
@@ -114,6 +116,10 @@ at_most() {
 # when asked to, as a process that waits for the GPU, is killed five seconds later.
 step() {
   local name=$1 limit log=$out/$1.log status started=$SECONDS word=ok
+  if [ -e "$out/$name.done" ]; then
+    row "$name" earlier '' "$(tr '\r' '\n' <"$log" | tail -n 1 | cut -c1-100)"
+    return 0
+  fi
   limit=$(at_most "$2")
   shift 2
   if [ "$limit" -lt 10 ]; then
@@ -124,7 +130,7 @@ step() {
   timeout -k 5 "$limit" "$@" >"$log" 2>&1
   status=$?
   case $status in
-    0) ;;
+    0) touch "$out/$name.done" ;;
     # A benchmark has kept what it measured.
     124 | 137) word=cut; [[ $* == *scripts/bench.py* ]] || failed=1 ;;
     *) word=FAILED failed=1 ;;
@@ -133,11 +139,17 @@ step() {
   return $status
 }
 
+sources=$(find src tests scripts recipes -type f -not -name '*.pyc' -print0 | sort -z |
+  xargs -0 sha256sum | sha256sum)
+if [ "$sources" != "$(cat "$out/sources" 2>/dev/null)" ]; then
+  rm -f "$out"/*.done "$out/bench.json"
+  echo "$sources" >"$out/sources"
+fi
 mapfile -t files < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
 step tests 90 "$python" -m pytest -q -m gpu "${files[@]}"
 if timeout -k 5 "$(at_most 60)" "$python" -m dprlhf assets pull imdb smollm2-135m sentiment-minilm \
   >"$out/assets.log" 2>&1; then
-  rm -rf "$out/imdb"
+  [ -e "$out/imdb.done" ] || rm -rf "$out/imdb"
   # The recipe's micro-batches are for a CPU.
   step imdb 60 "$python" -m dprlhf train recipes/imdb_sentiment.yaml --output-dir "$out/imdb" \
     rollout.batch_size=320 update.batch_size=160 &&
@@ -145,7 +157,6 @@ if timeout -k 5 "$(at_most 60)" "$python" -m dprlhf assets pull imdb smollm2-135
 else
   row imdb skipped '' "the demo's models cannot be had: $(tail -n 1 "$out/assets.log" | cut -c1-60)"
 fi
-rm -f "$out/bench.json"
 for part in "overhead 95" "opacus 40" "trl 300"; do  # the last takes what is left
   step ${part} "$python" scripts/bench.py --device cuda --parts "${part% *}" \
     --results "$out/bench.json"
