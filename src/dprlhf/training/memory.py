@@ -138,4 +138,4 @@ def _kept_for_backward(policy: CausalLMPolicy, tokens: int, predicted: int) -> i
         states = policy.network.base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
         head = policy.network.get_output_embeddings()
         head_logprobs(head, states[0, -predicted:], ids[0, -predicted:], policy.temperature)
-    return sum(storage.nbytes() for storage in kept.values()) + tokens**2 * states.itemsize
+    return sum(storage.nbytes() for storage in kept.values()) + int(mask.nbytes)
