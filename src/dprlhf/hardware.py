@@ -57,8 +57,8 @@ def from_device(tensor: torch.Tensor) -> torch.Tensor:
 
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    found = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return found.copy_(tensor)
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor)
 
 
 @contextlib.contextmanager

@@ -434,7 +434,7 @@ def outlying(rng: np.random.Generator, users: int = 150) -> tuple[Array, Array]:
     return x, y
 
 
-def found(x: Array, y: Array, setup: issp.Setup) -> issp.Found:
+def found(x: Array, y: Array, setup: issp.Setup) -> issp.FilteredWeights:
     return issp.find_weights(torch.from_numpy(x), torch.from_numpy(y), setup, 1.0, 1e-6)
 
 

@@ -124,12 +124,12 @@ def check_chat(policy: CausalLMPolicy) -> int:
     written = policy.tokenizer.decode(start)
     lacking = [
         what
-        for what, found in {
+        for what, problem in {
             "tools": all(name in written for name in names),
             "tool calls": tool in shown and argument in shown,
             "tool answers": answer in shown and answer in behind,
         }.items()
-        if not found
+        if not problem
     ]
     if lacking:
         raise DprlhfError(

@@ -70,8 +70,8 @@ def check_apart(
     situations["when sampled again"] = [everyone]
     for situation, calls in situations.items():
         for chosen in calls:
-            for number, found in sampled(chosen).items():
-                if found != together[number]:
+            for number, rows_of_sample in sampled(chosen).items():
+                if rows_of_sample != together[number]:
                     raise DprlhfError(
                         f"rollout.agent: the trajectories of public prompt {number} come out"
                         f" otherwise {situation}: a tool or the environment keeps something from"

@@ -45,7 +45,7 @@ def _check_passed(name: str, passed: Any, of_recipe: Sequence[str | None]) -> No
 def _named(source: str, kind: str) -> Any:
     if source == IN_MEMORY:
         raise DprlhfError(f"this run's {kind} was given in Python: give it again to resume()")
-    found = load_function(source, kind)
-    if not callable(found):
-        raise DprlhfError(f"{kind} {source!r} is a {type(found).__name__}, not a callable")
-    return found
+    function = load_function(source, kind)
+    if not callable(function):
+        raise DprlhfError(f"{kind} {source!r} is a {type(function).__name__}, not a callable")
+    return function

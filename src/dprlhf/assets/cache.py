@@ -98,11 +98,11 @@ def _verify(project: str) -> Path:
     """Return a wheel of the cache whose content is the pinned one."""
     file, wheel = _wheel(project), WHEELS[project]
     with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != wheel.sha256:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != wheel.sha256:
         file.unlink()
         raise DprlhfError(
-            f"{wheel.file} is altered or truncated: expected sha256 {wheel.sha256}, found {found};"
+            f"{wheel.file} is altered or truncated: expected sha256 {wheel.sha256}, found {digest};"
             " it was deleted, run: dprlhf assets pull"
         )
     return file

@@ -186,8 +186,8 @@ def _same_logits(one: Any, other: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     probe = torch.randint(one.config.vocab_size, (1, 32), generator=generator)
     with torch.no_grad():
-        expected, found = (m.eval()(input_ids=probe).logits for m in (one, other))
-    return torch.allclose(expected, found, rtol=0.0, atol=1e-4)
+        expected, actual = (m.eval()(input_ids=probe).logits for m in (one, other))
+    return torch.allclose(expected, actual, rtol=0.0, atol=1e-4)
 
 
 def _build_minilm(sources: dict[str, Path], out: Path, quiet: bool) -> None:

@@ -51,8 +51,8 @@ def build_house_style(sources: dict[str, Path], out: Path, quiet: bool) -> None:
 
     _write(sources, out, house_style)
     guides = pd.read_parquet(out / "public.parquet").iloc[FIRST_GUIDE:].reset_index(drop=True)
-    told = {column: guides["cluster"].map(dict(enumerate(s))) for column, s in STYLES.items()}
-    guides.assign(**told).to_parquet(out / "guides.parquet", index=False)
+    columns = {column: guides["cluster"].map(dict(enumerate(s))) for column, s in STYLES.items()}
+    guides.assign(**columns).to_parquet(out / "guides.parquet", index=False)
 
 
 def _by_rating(reviews: pd.DataFrame, bad_for_each_good: int) -> pd.DataFrame:

@@ -434,8 +434,8 @@ def _train(
 
 def _telemetry(run: Run) -> TelemetryCoordinates | None:
     """Return what is beside the users' vectors in the first release of a round."""
-    found: TelemetryCoordinates | None = getattr(run.stage, "telemetry", None)
-    return found if found is not None and found.count else None
+    telemetry: TelemetryCoordinates | None = getattr(run.stage, "telemetry", None)
+    return telemetry if telemetry is not None and telemetry.count else None
 
 
 def _move(run: Run) -> float:
@@ -488,10 +488,10 @@ def _expected(policy: CausalLMPolicy, prompts: list[str]) -> Array:
     size = policy.model.get_output_embeddings().weight.shape[0]
     letters = [policy.tokenizer.decode([token])[:1] for token in range(size)]
     distinct, of_token = np.unique(letters, return_inverse=True)
-    found = []
+    means = []
     for prompt, ids in zip(prompts, policy.encode(prompts, 64), strict=True):
         logits = policy.model(input_ids=torch.tensor([ids], device=policy.device)).logits[0, -1]
         mass = (logits.double() / policy.temperature).softmax(0).cpu().numpy()[:size]
         of_letter = np.bincount(of_token, mass)
-        found.append(sum(p for p, x in zip(of_letter, distinct, strict=True) if _likes(prompt, x)))
-    return np.array(found)
+        means.append(sum(p for p, x in zip(of_letter, distinct, strict=True) if _likes(prompt, x)))
+    return np.array(means)

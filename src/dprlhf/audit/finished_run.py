@@ -27,9 +27,9 @@ def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
     if not audited.privacy.is_file() or not audited.policy.is_dir():
         raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
     read_card(audited)  # a damaged one could not state what the audit found
-    found = audit(_as_recorded(recipe, audited), folder, **options)
-    note_audit(audited, found.as_dict())
-    return found
+    result = audit(_as_recorded(recipe, audited), folder, **options)
+    note_audit(audited, result.as_dict())
+    return result
 
 
 def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:

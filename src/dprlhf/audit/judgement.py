@@ -138,15 +138,15 @@ def judge(
     tests = _tested(record)
     refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
     refuted += _broken_rules(record)
-    found = _guessed(record, included, alpha, bounds=bounds)
+    guessed = _guessed(record, included, alpha, bounds=bounds)
     return Audit(
-        bound=found.bound,
-        bound_any=found.bound_any,
+        bound=guessed.bound,
+        bound_any=guessed.bound_any,
         epsilon=plan.guarantee.epsilon,
         delta=plan.guarantee.delta,
         canaries=len(included),
-        guesses=found.guesses,
-        right=found.right,
+        guesses=guessed.guesses,
+        right=guessed.right,
         space=space,
         stage=stage,
         partition=plan.partition,
@@ -155,8 +155,8 @@ def judge(
         tests=tests,
         released=sum(len(s.noise) for r in record.rounds for s in r),
         power=power,
-        refuted_by=(*refuted, *found.refuted_by),
-        can_refute=found.can_refute,
+        refuted_by=(*refuted, *guessed.refuted_by),
+        can_refute=guessed.can_refute,
         accountants_terms=record.prompts is not None
         or (record.gains is None and not is_exact(plan.mechanism)),
     )

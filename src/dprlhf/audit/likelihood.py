@@ -34,8 +34,8 @@ def matched(observed: Array, plan: Plan) -> Array:
     if plan.bands == 1:
         return observed
     matrix = noise_matrix(plan.rounds, plan.bands)
-    found: Array = observed @ matrix.T @ matrix
-    return found
+    scores: Array = observed @ matrix.T @ matrix
+    return scores
 
 
 def noise_of(plan: Plan) -> float:

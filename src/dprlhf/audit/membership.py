@@ -76,7 +76,7 @@ def membership_scores(
     Reward and drift are the axes of DIBA (arXiv 2511.14045): mean rewards, and the mean of log
     π(y|x) − log μ(y|x) over y ~ π in nats. ``entropy`` is that of μ's responses.
     """
-    found = {name: np.zeros(len(prompts)) for name in ("reward", "drift", "entropy")}
+    scores = {name: np.zeros(len(prompts)) for name in ("reward", "drift", "entropy")}
     for draw in range(responses):
         rewards, likely = [], []
         for base in (True, False):
@@ -93,17 +93,17 @@ def membership_scores(
                 likely.append(_logprobs(policy, done.responses))
         with policy.base():
             under_base = _logprobs(policy, done.responses)
-        found["reward"] += (rewards[1] - rewards[0]) / responses
-        found["drift"] += (likely[1] - under_base) / responses
-        found["entropy"] += (likely[1] - likely[0]) / responses
-    return found
+        scores["reward"] += (rewards[1] - rewards[0]) / responses
+        scores["drift"] += (likely[1] - under_base) / responses
+        scores["entropy"] += (likely[1] - likely[0]) / responses
+    return scores
 
 
 def _logprobs(policy: CausalLMPolicy, responses: Responses) -> Array:
     # Without top-k and the like: each policy keeps other tokens, and log 0 is no score.
     with policy.sampled_with(Sampling()):
-        found: Array = token_logprobs(policy, responses, _ROWS).sum(1)
-    return found
+        logprobs: Array = token_logprobs(policy, responses, _ROWS).sum(1)
+    return logprobs
 
 
 def likelihood_scores(
@@ -115,13 +115,13 @@ def likelihood_scores(
 ) -> dict[str, Array]:
     """Return log π − log μ of the right answers and of the prompts, in nats, ``[prompts]``."""
     asked = {"answer": (prompts, answers), "prompt": ([""] * len(prompts), prompts)}
-    found = {}
+    scores = {}
     for name, (before, texts) in asked.items():
         tuned = text_logprobs(policy, before, texts, max_prompt_tokens=max_prompt_tokens)
         with policy.base():
             base = text_logprobs(policy, before, texts, max_prompt_tokens=max_prompt_tokens)
-        found[name] = tuned - base
-    return found
+        scores[name] = tuned - base
+    return scores
 
 
 def combined_scores(
@@ -166,8 +166,8 @@ def text_logprobs(
     length = max(map(len, tokens), default=1)
     packed = pack(policy, asked, before, tokens, length, max_prompt_tokens)
     with policy.sampled_with(Sampling()):  # nothing of the texts was sampled
-        found: Array = token_logprobs(policy, packed, batch_size).sum(1)
-    return found
+        logprobs: Array = token_logprobs(policy, packed, batch_size).sum(1)
+    return logprobs
 
 
 def exposure(scores: Array, right: NDArray[np.int64]) -> Array:

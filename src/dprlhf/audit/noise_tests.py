@@ -112,8 +112,8 @@ def _between(table: Array) -> float:
         return 1.0
     lengths = np.linalg.norm(table, axis=1)
     unit = table / np.maximum(lengths, 1e-300)[:, None]
-    found = np.abs(np.triu(unit @ unit.T, 1))
-    r = min(float(found.max()), 1 - 1e-15)
+    cosines = np.abs(np.triu(unit @ unit.T, 1))
+    r = min(float(cosines.max()), 1 - 1e-15)
     value = r * math.sqrt((count - 1) / (1 - r * r))
     return _any(2 * float(t.sf(value, count - 1)), releases * (releases - 1) // 2)
 
@@ -121,13 +121,13 @@ def _between(table: Array) -> float:
 def _neighbours(table: Array) -> float:
     """Return the p-value of the correlation of neighbours: in a release, or of successive ones."""
     pairs = [(table[:, :-1], table[:, 1:]), (table[:-1], table[1:])]
-    found = []
+    near = []
     for first, second in pairs:
         scale = math.sqrt(float((first**2).sum() * (second**2).sum()))
         if first.size >= 100 and scale > 0:
             r = float((first * second).sum()) / scale
-            found.append(2 * float(norm.sf(abs(r) * math.sqrt(first.size))))
-    return _any(min(found, default=1.0), 2)
+            near.append(2 * float(norm.sf(abs(r) * math.sqrt(first.size))))
+    return _any(min(near, default=1.0), 2)
 
 
 def _repetitions(every: Array) -> float:

@@ -87,12 +87,12 @@ def audit(
     run = gradient_run if space == "gradient" else prompt_run
     record = run(recipe, run_folder, signs, quiet, started)
     update = recipe.update.name if isinstance(recipe, Recipe) else recipe.stage
-    found = judge(record, included, space, confidence, power, recipe.stage, update)
+    result = judge(record, included, space, confidence, power, recipe.stage, update)
     write_json(
         run_folder.path / "audit.json",
-        {"audit": "canaries only, no private data", **found.as_dict()},
+        {"audit": "canaries only, no private data", **result.as_dict()},
     )
-    return found
+    return result
 
 
 def audit_plan(
@@ -151,31 +151,31 @@ def power_sentence(power: dict[str, float | None]) -> str:
     return f"would see {seen} with probability {power['probability']:g}"
 
 
-def report(found: Audit) -> str:
+def report(result: Audit) -> str:
     """Return an audit's result as lines of text."""
-    terms = " in the accountant's terms" if found.accountants_terms else ""
+    terms = " in the accountant's terms" if result.accountants_terms else ""
     lines = [
-        f"claimed: epsilon <= {upwards(found.epsilon, 4)} at delta {found.delta:.3g}",
-        f"audited: epsilon >= {downwards(found.bound, 4)}{terms} at confidence"
-        f" {found.confidence:.0%} ({found.right} of {found.guesses} guesses right,"
-        f" {found.canaries} canaries, {found.space} space), >= {downwards(found.bound_any, 4)}"
+        f"claimed: epsilon <= {upwards(result.epsilon, 4)} at delta {result.delta:.3g}",
+        f"audited: epsilon >= {downwards(result.bound, 4)}{terms} at confidence"
+        f" {result.confidence:.0%} ({result.right} of {result.guesses} guesses right,"
+        f" {result.canaries} canaries, {result.space} space), >= {downwards(result.bound_any, 4)}"
         " however canaries depend on one another",
     ]
-    if found.tests:
-        name, p = min(found.tests.items(), key=lambda test: test[1] / SHARES[test[0]])
+    if result.tests:
+        name, p = min(result.tests.items(), key=lambda test: test[1] / SHARES[test[0]])
         lines.append(
-            f"noise: {found.released:,} released values in {len(found.tests)} tests; the nearest"
+            f"noise: {result.released:,} released values in {len(result.tests)} tests; the nearest"
             f" to failing is {name}, p = {p:.2g} (fails below"
-            f" {(1 - found.confidence) * SHARES[name]:.2g})"
+            f" {(1 - result.confidence) * SHARES[name]:.2g})"
         )
-    reasons = "; ".join(found.refuted_by)
-    if found.verdict == "cannot refute at this size":
+    reasons = "; ".join(result.refuted_by)
+    if result.verdict == "cannot refute at this size":
         reasons = (
-            f"even {found.guesses} right guesses would not be enough: give more canaries"
-            if math.isfinite(found.epsilon)
+            f"even {result.guesses} right guesses would not be enough: give more canaries"
+            if math.isfinite(result.epsilon)
             else "the run adds no noise, so it claims nothing"
         )
-    return "\n".join([*lines, f"verdict: {found.verdict}" + (f": {reasons}" if reasons else "")])
+    return "\n".join([*lines, f"verdict: {result.verdict}" + (f": {reasons}" if reasons else "")])
 
 
 def _coins(canaries: int, seed: int | None) -> Bits:

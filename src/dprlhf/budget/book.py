@@ -147,12 +147,14 @@ class Book:
         passed: set[Cost] = set()
         while True:
             # Repeated even where a lost connection hides whether it committed: a run pays once.
-            found = self.storage.attempt(lambda: self._transact(question, users, passed, commit))
-            if isinstance(found, Reservation):
-                return found
+            reservation = self.storage.attempt(
+                lambda: self._transact(question, users, passed, commit)
+            )
+            if isinstance(reservation, Reservation):
+                return reservation
             # Composed while others may reserve, whom the book would otherwise keep waiting. What
             # they add is asked for in the next turn, so there are no more turns than other runs.
-            costs, alone = found
+            costs, alone = reservation
             passed.update(costs)
             for cost in largest(passed):
                 _check_budget(cost, adds=spending.mechanism is not None)

@@ -117,8 +117,8 @@ def groups_of(connection: sa.Connection) -> dict[int, int]:
     """Return how many of the run's users have each history; history 0 is that of the others."""
     joined = INCOMING.outerjoin(PEOPLE, INCOMING.c.person == PEOPLE.c.person)
     history = sa.func.coalesce(PEOPLE.c.history, 0)
-    found = sa.select(history, sa.func.count()).select_from(joined).group_by(history)
-    return {row[0]: row[1] for row in connection.execute(found).all()}
+    counts = sa.select(history, sa.func.count()).select_from(joined).group_by(history)
+    return {row[0]: row[1] for row in connection.execute(counts).all()}
 
 
 def owed_by(
@@ -139,15 +139,15 @@ def costs_of(
     state: State, owed: Mapping[int, Sequence[Spending]], dataset: sa.Row[Any]
 ) -> set[Cost]:
     """Return what users would have spent, for each data set that they are or would be in."""
-    found = set()
+    costs = set()
     for history, spendings in owed.items():
         taken = state.histories[history]
         # An earlier run may have its reservation already: its users are in that data set, then.
         held = [state.numbers[s.run] for s in spendings if s.run in state.numbers]
         names = {state.reservations[number].dataset for number in (*taken, *held)} | {dataset.name}
         if spendings:
-            found |= {state.cost(taken, spendings, state.datasets[name]) for name in names}
-    return found
+            costs |= {state.cost(taken, spendings, state.datasets[name]) for name in names}
+    return costs
 
 
 def enrolled_as(state: State, groups: Collection[int], dataset: str) -> int:

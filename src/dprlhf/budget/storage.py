@@ -83,8 +83,8 @@ class Storage:
 
     def check_pages(self, connection: sa.Connection) -> None:
         """Read a SQLite file through, so that a damaged page is found before it is needed."""
-        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-        if found != "ok":
+        answer = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if answer != "ok":
             raise BookError(
                 f"budget book {self.label}: damaged; restore it from its newest backup. Nothing was"
                 " spent"

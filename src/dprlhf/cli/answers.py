@@ -114,10 +114,10 @@ def _check_place(what: str, path: str) -> None:
 
 def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | None]:
     """Return the columns of a file of private rows, by the key of a recipe of a stage."""
-    found: dict[str, str | None] = {"prompt_column": column_in(prompts, named, stage=stage)}
+    columns: dict[str, str | None] = {"prompt_column": column_in(prompts, named, stage=stage)}
     names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
     if stage == "sft" and names and "completion" not in names:
-        found["completion_column"] = None  # the loss is taken on whole texts
+        columns["completion_column"] = None  # the loss is taken on whole texts
     pair = ("chosen", "rejected")
     needed = {"reward": pair, "dpo": pair, "feedback": ("completion", "label")}.get(stage, ())
     lacking = {*needed} - {*names}
@@ -126,20 +126,20 @@ def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | N
             f"prompts {prompts!r}: there is no column {min(lacking)!r}; the columns are"
             f" {', '.join(names)}"
         )
-    return found
+    return columns
 
 
 def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str = "rl") -> str:
     """Return the column of the prompts in a file; of a folder or a hub id, the usual one."""
     wanted = (named,) if named else PROMPT_COLUMNS[stage]
     columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
-    found = next((name for name in wanted if name in columns), None)
-    if columns and found is None:
+    match = next((name for name in wanted if name in columns), None)
+    if columns and match is None:
         raise DprlhfError(
             f"{what} {prompts!r}: there is no column {' or '.join(map(repr, wanted))}; the columns"
             f" are {', '.join(columns)}: name that of the prompts with --prompt-column"
         )
-    return found or wanted[0]
+    return match or wanted[0]
 
 
 def users_in(prompts: str, user_column: str, prompt_column: str) -> int | None:

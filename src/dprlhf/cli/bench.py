@@ -51,7 +51,7 @@ def bench_control(
     if not write_only:
         for name in TABLES if table == "all" else [table]:
             run_table(name, seeds=seeds, jobs=jobs, recipes=recipes, cache=cache, only=only)
-    found = {
+    measured = {
         name: run_table(
             name, seeds=seeds, recipes=recipes, cache=cache, write_only=True, quiet=True
         )
@@ -59,4 +59,4 @@ def bench_control(
     }
     command = f"dprlhf bench control --table {table} --seeds {seeds}"
     (out / "results").mkdir(parents=True, exist_ok=True)
-    typer.echo(write(found, out, command, seeds))
+    typer.echo(write(measured, out, command, seeds))

@@ -91,14 +91,14 @@ def show(book: Name = None, as_json: AsJson = False) -> None:
     """
     from dprlhf.privacy.gaussian import downwards, upwards
 
-    found = _open(book).read()
+    state = _open(book).read()
     if as_json:
         names = ("book", "counter", "users", "datasets")
-        typer.echo(json.dumps({name: found[name] for name in names}))
+        typer.echo(json.dumps({name: state[name] for name in names}))
         return
-    typer.echo(f"book {found['book']}, counter {found['counter']}, {found['users']:,} users\n")
+    typer.echo(f"book {state['book']}, counter {state['counter']}, {state['users']:,} users\n")
     typer.echo(f"{'data set':<24}{'epsilon':>9}{'delta':>10}{'spent':>10}{'left*':>10}{'runs':>6}")
-    for row in found["datasets"]:
+    for row in state["datasets"]:
         if row["spent"] is None:
             spent = f"{upwards(100 * row['used'], 3)}%"
             left = f"{downwards(max(0.0, 100 - 100 * row['used']), 3)}%"
@@ -122,11 +122,11 @@ def history(
     """List the reservations: run, date, mechanism, and the ε of each run alone."""
     from dprlhf.privacy.gaussian import upwards
 
-    found = _open(book).read()
-    names = [row["name"] for row in found["datasets"]]
+    state = _open(book).read()
+    names = [row["name"] for row in state["datasets"]]
     if dataset is not None and dataset not in names:
         raise DprlhfError(f"no data set {dataset!r} in this book; it has: {', '.join(names)}")
-    rows = [row for row in found["reservations"] if dataset in (None, row["dataset"])]
+    rows = [row for row in state["reservations"] if dataset in (None, row["dataset"])]
     if as_json:
         typer.echo(json.dumps(rows))
         return

@@ -53,7 +53,7 @@ def _versions() -> list[Finding]:
     own = _version("dprlhf")
     if own is None:
         return [Finding("dprlhf", "runs from its source; install it: pip install -e .", good=False)]
-    found = [Finding("dprlhf", own)]
+    findings = [Finding("dprlhf", own)]
     for line in importlib.metadata.requires("dprlhf") or []:
         asked, _, marker = line.partition(";")
         if "extra" in marker:
@@ -62,9 +62,9 @@ def _versions() -> list[Finding]:
         version = _version(name)
         good = version is not None and _numbers(version) >= _numbers(least)
         wanted = "" if good else f"; needed: {asked} (pip install it)"
-        found.append(Finding(name, (version or "missing") + wanted, good))
+        findings.append(Finding(name, (version or "missing") + wanted, good))
     installed = [f"{name} {v}" for name in _OPTIONAL if (v := _version(name))]
-    return [*found, Finding("optional packages", ", ".join(installed) or "none installed")]
+    return [*findings, Finding("optional packages", ", ".join(installed) or "none installed")]
 
 
 def _numbers(version: str) -> list[int]:
@@ -86,13 +86,15 @@ def _devices() -> list[Finding]:
     except ImportError as error:
         return [Finding("devices", f"torch cannot be imported ({error})", False)]
     native = str(native_dtype("cpu")).removeprefix("torch.")
-    found = [Finding("cpu", f"{usable_cores()} cores, {torch.get_num_threads()} threads, {native}")]
+    findings = [
+        Finding("cpu", f"{usable_cores()} cores, {torch.get_num_threads()} threads, {native}")
+    ]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         native = str(native_dtype("cuda")).removeprefix("torch.")
         memory = f"{about.total_memory / 2**30:.0f} GiB"
-        found.append(Finding(f"gpu {index}", f"{about.name}, {memory}, {native}"))
-    return found if len(found) > 1 else [*found, Finding("gpu", "none: runs use the CPU")]
+        findings.append(Finding(f"gpu {index}", f"{about.name}, {memory}, {native}"))
+    return findings if len(findings) > 1 else [*findings, Finding("gpu", "none: runs use the CPU")]
 
 
 def _processes() -> Finding:

@@ -145,7 +145,7 @@ def reward_check(
     from dprlhf.cli.reward_check import explain
     from dprlhf.cli.reward_check import reward_check as check
 
-    found, stand_ins = check(
+    checks, stand_ins = check(
         function,
         prompts,
         prompt_column=prompt_column,
@@ -153,7 +153,7 @@ def reward_check(
         reward_range=reward_range,
         limit=limit,
     )
-    typer.echo(explain(found, reward_range))
+    typer.echo(explain(checks, reward_range))
     if stand_ins:
         typer.echo(
             f"There is no column '{completion_column}': stand-in texts were scored, so range and"
@@ -179,7 +179,7 @@ def assets_list() -> None:
     """List the assets, and whether they are ready."""
     from dprlhf.assets import status
 
-    found = status()
-    wide = max(len(asset.name) for asset in found) + 2
-    for asset in found:
+    states = status()
+    wide = max(len(asset.name) for asset in states) + 2
+    for asset in states:
         typer.echo(f"{asset.name:<{wide}}{'ready' if asset.ready else 'missing':<9}{asset.about}")

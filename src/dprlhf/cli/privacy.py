@@ -233,7 +233,7 @@ def privacy_risk(
 
     if runs:
         records, _ = total_of_runs(runs, delta=delta)
-        found = risk_of(records, delta, prior=prior, people=people)
+        measured = risk_of(records, delta, prior=prior, people=people)
     elif rounds is None or noise_multiplier is None or delta is None:
         raise DprlhfError("give a run folder, or --rounds, --noise-multiplier and --delta")
     else:
@@ -246,20 +246,22 @@ def privacy_risk(
             releases_per_round,
             bands,
         )
-        found = risk([mechanism], delta, prior=prior, people=people)
-    answer = json_ready(asdict(found))
+        measured = risk([mechanism], delta, prior=prior, people=people)
+    answer = json_ready(asdict(measured))
     if as_json:
         typer.echo(json.dumps(answer))
         return
     who = "the person" if people == 1 else f"all {people} people or none"
     typer.echo(f"Whether {who} took part, a guess is right in at most, of 100 cases:")
-    typer.echo(f"  {percent(found.best_guess)} at even odds, where chance is right in 50")
+    typer.echo(f"  {percent(measured.best_guess)} at even odds, where chance is right in 50")
     if prior != 0.5:
         chance = percent(max(prior, 1 - prior))
-        typer.echo(f"  {percent(found.best_guess_at_prior)} at prior {prior:g}, chance in {chance}")
+        typer.echo(
+            f"  {percent(measured.best_guess_at_prior)} at prior {prior:g}, chance in {chance}"
+        )
     typer.echo(hit_rates(answer))
-    mu = upwards(found.gdp_mu, 4)
-    typer.echo(f"Gaussian differential privacy: mu = {mu}, but for delta = {found.delta:g}")
+    mu = upwards(measured.gdp_mu, 4)
+    typer.echo(f"Gaussian differential privacy: mu = {mu}, but for delta = {measured.delta:g}")
 
 
 @privacy.command("declare")
@@ -361,14 +363,14 @@ def audit(
     if not as_json:
         options["announce"] = lambda line: typer.echo(f"power: {line}")
     if recipe.is_dir():
-        found = audit_run(recipe, folder, **options)
+        result = audit_run(recipe, folder, **options)
     else:
-        found = attack(load_any_recipe(recipe, overrides or ()), folder, **options)
-    typer.echo((Path(folder) / "audit.json").read_text("utf-8") if as_json else report(found))
-    if not found.holds:
+        result = attack(load_any_recipe(recipe, overrides or ()), folder, **options)
+    typer.echo((Path(folder) / "audit.json").read_text("utf-8") if as_json else report(result))
+    if not result.holds:
         typer.echo("the claim is refuted: please report this", err=True)
         raise typer.Exit(1)
-    if not found.can_refute:
+    if not result.can_refute:
         raise typer.Exit(3)
 
 

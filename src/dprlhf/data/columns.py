@@ -139,10 +139,10 @@ def check_readable(rows: Any, column: str, where: str) -> None:
     talks = is_json(message) or (struct and kind.value_type.get_field_index("role") >= 0)
     if talks or is_text(kind) or is_json(kind):
         return
-    found = called(kind) if message is None else f"lists of {called(message)}"
-    found += " without a role" if struct else ""
+    actual = called(kind) if message is None else f"lists of {called(message)}"
+    actual += " without a role" if struct else ""
     raise DprlhfError(
-        f"{where} {column!r} holds {found}: give texts, numbers, or conversations, which are lists"
+        f"{where} {column!r} holds {actual}: give texts, numbers, or conversations, which are lists"
         " of messages with a role and a content"
     )
 

@@ -81,10 +81,10 @@ class InMemoryInputs:
         """The keys of ``rollout.agent`` that objects replace; empty without any."""
         keys = {"environment_factory": "environment"}
         given = [name for name, value in self.agent.items() if value is not None]
-        found = {keys.get(n, n): [IN_MEMORY] if n == "tools" else IN_MEMORY for n in given}
+        placeholders = {keys.get(n, n): [IN_MEMORY] if n == "tools" else IN_MEMORY for n in given}
         if isinstance(several := self.agent["environment_factory"], Mapping):
-            return {**found, "environment": dict.fromkeys(several, IN_MEMORY)}
-        return found
+            return {**placeholders, "environment": dict.fromkeys(several, IN_MEMORY)}
+        return placeholders
 
 
 def recipe_of(
@@ -133,14 +133,14 @@ def recipe_of(
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section's values, which may be missing or None, to add keys to."""
-    found: Any = values.get(name)
-    found = values[name] = {} if found is None else found
-    if not isinstance(found, dict):
+    section: Any = values.get(name)
+    section = values[name] = {} if section is None else section
+    if not isinstance(section, dict):
         raise DprlhfError(
             f"train: {name}: give a mapping of its keys, or its keys as {name}__…, not a"
-            f" {type(found).__name__}"
+            f" {type(section).__name__}"
         )
-    return found
+    return section
 
 
 def _take_place(data: dict[str, Any], name: str) -> None:

@@ -30,13 +30,13 @@ def parsed(text: str) -> Any:
     except RecursionError:
         # Null stands for what has many more lists in lists than are read.
         kept, start, depth, most = [], 0, 0, DEPTH + 4
-        for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
-            if found[0] in "[{":
+        for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[][{}]', text):
+            if token[0] in "[{":
                 depth += 1
                 if depth == most:
-                    kept += [text[start : found.start()], "null"]
-            elif found[0] in "]}":
-                start = found.end() if depth == most else start
+                    kept += [text[start : token.start()], "null"]
+            elif token[0] in "]}":
+                start = token.end() if depth == most else start
                 depth -= 1
         return read("".join([*kept, text[start:]]))
 

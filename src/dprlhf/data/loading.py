@@ -164,8 +164,8 @@ def _skip_and_limit(rows: Any, spec: recipe.Data) -> Any:
 
 def rows_without_value(column: pa.ChunkedArray) -> list[int]:
     """Return the numbers (from 1) of the rows without a value in a column."""
-    found: list[int] = pc.indices_nonzero(pc.is_null(column, nan_is_null=True)).to_pylist()
-    return [row + 1 for row in found]
+    rows: list[int] = pc.indices_nonzero(pc.is_null(column, nan_is_null=True)).to_pylist()
+    return [row + 1 for row in rows]
 
 
 def listed(numbers: Sequence[int], what: str) -> str:

@@ -76,9 +76,9 @@ def groups_in(rows: Any, spec: recipe.Data) -> tuple[list[tuple[str, ...]], NDAr
         names = coded.chunk(0).dictionary.to_pylist()  # that of all chunks
         numbers = np.array([people.setdefault(written(name), len(people)) for name in names])
         columns.append(numbers[np.concatenate([chunk.indices for chunk in coded.chunks])])
-    found, of_row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    distinct, of_row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     known = list(people)
-    groups = [tuple(sorted({known[person] for person in row})) for row in found.tolist()]
+    groups = [tuple(sorted({known[person] for person in row})) for row in distinct.tolist()]
     return groups, of_row.ravel()
 
 

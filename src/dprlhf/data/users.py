@@ -280,10 +280,10 @@ class Users:
         A user has the same name as text or as a number, whichever file it comes from. A row without
         a prompt, whose user contributes nothing and so pays nothing, has none.
         """
-        found: set[bytes] = set()
+        hashes: set[bytes] = set()
         for given in self._names():
-            found |= by({known_as(value) for value in given})
-        return Private(found)
+            hashes |= by({known_as(value) for value in given})
+        return Private(hashes)
 
     def _names(self) -> Iterator[list[Any]]:
         """Yield what users are known by: their name, without one their prompt, or the whole row.
@@ -327,7 +327,7 @@ class Users:
         if not self.with_prompts:  # an environment's name alone is nobody's text
             texts = sorted(set(texts) - {"environment", *owners})
         named = [column for column in owners if column in rows.column_names]
-        found: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
+        hashes: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
         for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
             whole = zip(*(batch[c] for c in texts), strict=True)
             seen = {"text": [plain(list(row)) for row in whole]}
@@ -336,9 +336,9 @@ class Users:
             seen["user"] = [written(name) for column in named for name in batch[column]]
             for kind, values in seen.items():
                 some = [value for value in values if value]  # "" is nobody's text
-                found[kind].append(np.unique(hash_of(some)))
+                hashes[kind].append(np.unique(hash_of(some)))
         empty = np.empty(0, dtype=np.uint64)
-        return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in found.items()})
+        return Private({k: np.unique(np.concatenate([empty, *v])) for k, v in hashes.items()})
 
     def has_rows_of(self, other: Users) -> bool:
         """Return whether all rows are those of ``other``, in the same order and in all columns."""
@@ -431,10 +431,10 @@ class Users:
         :data:`LOOKED_AT` users those that are ``missing``, ``empty``, ``cut`` or ``unreadable``.
         """
         looked = np.arange(min(self.count, LOOKED_AT))
-        found = Counter(unmatched=len(self._given) - len(self._rows))
+        counts = Counter(unmatched=len(self._given) - len(self._rows))
         for start in range(0, len(looked), _AT_ONCE):
-            found += self._faults(*self._kept_rows(looked[start : start + _AT_ONCE]), cut)
-        return self.dropped_prompts.map(lambda beyond: found + Counter(beyond=beyond))
+            counts += self._faults(*self._kept_rows(looked[start : start + _AT_ONCE]), cut)
+        return self.dropped_prompts.map(lambda beyond: counts + Counter(beyond=beyond))
 
     def _faults(
         self,
@@ -469,13 +469,13 @@ class Users:
 
 def _too_large(rows: Any) -> NDArray[np.bool_]:
     """Return which rows take more than ``MOST_BYTES`` or are nested too deep, ``[rows]``."""
-    found = [np.empty(0, dtype=np.bool_)]
+    parts = [np.empty(0, dtype=np.bool_)]
     for batch in rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
         sizes = np.zeros(len(batch), dtype=np.int64)
         for column in batch.columns:
             sizes += np.concatenate([bytes_of(chunk) for chunk in column.chunks])
-        found.append(sizes > MOST_BYTES)
-    return np.concatenate(found)
+        parts.append(sizes > MOST_BYTES)
+    return np.concatenate(parts)
 
 
 def _group(

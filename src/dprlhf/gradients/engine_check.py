@@ -94,7 +94,7 @@ def check_padding(policy: CausalLMPolicy, responses: Responses) -> None:
 
 def _moved_by_padding(policy: CausalLMPolicy, responses: Responses) -> float:
     """Return by how much padding in front changes the log-probabilities of the last row."""
-    length, found = responses.max_new_tokens, []
+    length, differences = responses.max_new_tokens, []
     tokens, mask = responses.tokens[-1:], responses.mask[-1:]
     first = int(mask[0].argmax())
     for columns in (0, 3):
@@ -103,8 +103,8 @@ def _moved_by_padding(policy: CausalLMPolicy, responses: Responses) -> float:
         logprobs = policy.response_logprobs(
             padded.to(policy.device), seen.to(policy.device), length
         )
-        found.append(torch.where(mask[:, -length:].bool(), logprobs.cpu(), 0.0))
-    return float((found[0] - found[1]).abs().max())
+        differences.append(torch.where(mask[:, -length:].bool(), logprobs.cpu(), 0.0))
+    return float((differences[0] - differences[1]).abs().max())
 
 
 def _tolerances(policy: CausalLMPolicy) -> tuple[float, float]:
@@ -115,14 +115,14 @@ def _tolerances(policy: CausalLMPolicy) -> tuple[float, float]:
 
 
 def _disagreement(
-    policy: CausalLMPolicy, found: torch.Tensor, expected: torch.Tensor
+    policy: CausalLMPolicy, actual: torch.Tensor, expected: torch.Tensor
 ) -> str | None:
     """Return the parameter whose part of the gradient is another; None where all agree."""
     own, of_all = _tolerances(policy)
     end = 0
     for name, parameter in policy.parameters.items():
         start, end = end, end + parameter.numel()
-        error = (found[start:end] - expected[start:end]).norm()
+        error = (actual[start:end] - expected[start:end]).norm()
         allowed = own * expected[start:end].norm() + of_all * expected.norm()
         if not bool(error <= allowed):  # also what is no number disagrees
             return str(name)

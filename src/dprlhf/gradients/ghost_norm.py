@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 # The sides of a block of one user's product: it and its float64 sum stay near a core. On an
 # accelerator: the most elements of the blocks of all users together.
@@ -241,8 +241,8 @@ def _summed_by_token(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(first[:, :, None], equal.to(rows) @ rows, 0.0)
 
 
-def side_by_side(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-    """Return what ``work`` finds for each item, in their order, on as many threads as torch has."""
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results of ``work``, in the items' order, on as many threads as torch has."""
     # Products of a few dozen tokens are too small to be shared among torch's threads.
     threads = min(torch.get_num_threads(), len(items))
     if threads <= 1:

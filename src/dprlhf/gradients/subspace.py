@@ -97,10 +97,10 @@ def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:
 
 def _orthogonal(vectors: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
     """Return vectors less their parts along unit vectors; 0 where that leaves rounding alone."""
-    found = torch.zeros_like(vectors)
-    for row, vector in zip(found, vectors, strict=True):  # at once, they would be float64 copies
+    basis = torch.zeros_like(vectors)
+    for row, vector in zip(basis, vectors, strict=True):  # at once, they would be float64 copies
         wide = vector.double()
         rest = wide - (wide @ away.T) @ away
         if rest.norm() > 1e-6 * wide.norm():
             row.copy_(rest)
-    return found
+    return basis

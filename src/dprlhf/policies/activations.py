@@ -38,8 +38,8 @@ def align_with_activations(
     layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
     moments = _input_moments(policy, layers, tokens, mask, labels, batch_size)
     for name, layer in layers.items():
-        found, rank = moments[name], layer.weight.shape[0]
-        directions = found.principal(rank) if classes is None else found.discriminants(rank)
+        moment, rank = moments[name], layer.weight.shape[0]
+        directions = moment.principal(rank) if classes is None else moment.discriminants(rank)
         signs = directions.sum(1, keepdim=True).sign()  # eigenvectors have no sign of their own
         lengths = layer.weight.double().norm(dim=1, keepdim=True)
         layer.weight.copy_(directions * signs * lengths)
@@ -81,10 +81,10 @@ class _Moments:
         root = torch.linalg.cholesky(within)
         whitened = torch.linalg.solve_triangular(root, apart.T, upper=False)
         leading = torch.linalg.svd(whitened, full_matrices=False)[0][:, :rank]
-        found: torch.Tensor = torch.linalg.solve_triangular(root.T, leading, upper=True).T
+        directions: torch.Tensor = torch.linalg.solve_triangular(root.T, leading, upper=True).T
         size = torch.linalg.eigvalsh(second)[-1]
-        found *= (size / (found @ second * found).sum(1, keepdim=True)).sqrt()
-        return found
+        directions *= (size / (directions @ second * directions).sum(1, keepdim=True)).sqrt()
+        return directions
 
 
 def _input_moments(

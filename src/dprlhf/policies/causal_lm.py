@@ -311,12 +311,12 @@ class CausalLMPolicy:
             logits = logits[:, -responses:]  # some models take logits_to_keep for nothing
         logits = logits.flatten(0, 1)
         if self.sampling.plain:
-            found = chosen_logprobs(logits, chosen, self.temperature)
+            logprobs = chosen_logprobs(logits, chosen, self.temperature)
         else:
             from dprlhf.policies.warpers import warped_logprobs  # most runs cut nothing
 
-            found = warped_logprobs(logits, chosen, self.sampling, self.temperature)
-        return found.view(len(tokens), responses)
+            logprobs = warped_logprobs(logits, chosen, self.sampling, self.temperature)
+        return logprobs.view(len(tokens), responses)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the whole adapter, frozen parts included, on the CPU."""

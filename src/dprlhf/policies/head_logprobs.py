@@ -44,10 +44,10 @@ def head_logprobs(
     head: nn.Linear, states: torch.Tensor, chosen: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Return log softmax(head(states) / temperature) at one token a row, in float32 or wider."""
-    found: torch.Tensor = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+    logprobs: torch.Tensor = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
         states, head.weight, head.bias, chosen, 1 / temperature
     )
-    return found
+    return logprobs
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -69,7 +69,7 @@ class _HeadLogProbs(torch.autograd.Function):
         missing = -rows % size
         if missing:
             states, chosen = F.pad(states, (0, 0, 0, missing)), F.pad(chosen, (0, missing))
-        found = states.new_empty(rows + missing, dtype=wide)
+        logprobs = states.new_empty(rows + missing, dtype=wide)
         slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         for start in range(0, len(states), size):
             part = slice(start, start + size)
@@ -79,7 +79,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 scores = logits[inner].to(wide).mul_(scale)
                 normalizers = scores.logsumexp(1)
                 at = chosen[own, None]
-                found[own] = scores.gather(1, at)[:, 0] - normalizers
+                logprobs[own] = scores.gather(1, at)[:, 0] - normalizers
                 if slopes is not None:  # ∂ log π / ∂ logits, in the place of the logits
                     scores.sub_(normalizers[:, None]).exp_().mul_(-scale)
                     scores.scatter_add_(1, at, scores.new_full(at.shape, scale))
@@ -88,7 +88,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 slopes[part] = logits @ weight
         if slopes is not None:
             ctx.save_for_backward(slopes[:rows])
-        return found[:rows]
+        return logprobs[:rows]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -100,8 +100,8 @@ class _HeadLogProbs(torch.autograd.Function):
 
 def chosen_logprobs(logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return log softmax(logits / temperature) at one token a row, in float32 or wider."""
-    found: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
-    return found
+    logprobs: torch.Tensor = _ChosenLogProbs.apply(logits, chosen, temperature)  # type: ignore[no-untyped-call]
+    return logprobs
 
 
 class _ChosenLogProbs(torch.autograd.Function):

@@ -129,15 +129,15 @@ class Kept:
     @contextlib.contextmanager
     def recording(self, layout: Layout) -> Iterator[None]:
         """Keep what one micro-batch of sampling, or a pass over prompts and responses, computes."""
-        found: dict[str, torch.Tensor] = {}
+        recorded: dict[str, torch.Tensor] = {}
         calls: dict[str, int] = {}
         linear = self.parts.linear if self.gradients else {}
         watched = {**linear, _HEAD: self.parts.head}
         hooks = [
-            module.register_forward_hook(_keeping(name, layout, found, calls))
+            module.register_forward_hook(_keeping(name, layout, recorded, calls))
             for name, module in watched.items()
         ]
-        keep = _keeping(_INPUT, layout, found, calls)
+        keep = _keeping(_INPUT, layout, recorded, calls)
 
         def before(module: Any, args: Any, kwargs: Any) -> None:
             keep(module, args, args[0] if args else kwargs["hidden_states"])
@@ -151,7 +151,7 @@ class Kept:
                 hook.remove()
         # A layer that is called otherwise than once for all tokens is computed again.
         steps = calls.get(_HEAD, 0)
-        self.batches.append({name: x for name, x in found.items() if calls[name] == steps})
+        self.batches.append({name: x for name, x in recorded.items() if calls[name] == steps})
         self.layouts.append(layout)
 
     def assign_rows(self, rows: NDArray[np.int64], count: int) -> None:
@@ -196,7 +196,7 @@ def _adds_nothing(policy: Any) -> bool:
 
 
 def _keeping(
-    name: str, layout: Layout, found: dict[str, torch.Tensor], calls: dict[str, int]
+    name: str, layout: Layout, recorded: dict[str, torch.Tensor], calls: dict[str, int]
 ) -> Callable[[Any, Any, torch.Tensor], None]:
     """Return a forward hook that stores a layer's output: of the prompts, then of each step."""
     size, columns, together = layout.prompts, layout.columns, layout.together
@@ -208,18 +208,18 @@ def _keeping(
         calls[name] = step = calls.get(name, 0) + 1
         # The head comes first: as many columns as responses would make its shape a layer's.
         if name == _HEAD and step == 1 and output.shape[:2] == (size, together * (own + 1)):
-            found[name] = output.view(size, together, own + 1, -1)
+            recorded[name] = output.view(size, together, own + 1, -1)
         elif name != _HEAD and step == 1 and output.shape[:2] == (size, columns + together * own):
-            found[name] = output
+            recorded[name] = output
         elif name == _HEAD:
             if step == 1:
-                found[name] = output.new_zeros(size, together, own + 1, output.shape[-1])
-            found[name][:, :, step - 1] = output.view(size, -1, output.shape[-1])
+                recorded[name] = output.new_zeros(size, together, own + 1, output.shape[-1])
+            recorded[name][:, :, step - 1] = output.view(size, -1, output.shape[-1])
         elif step == 1 and output.shape[:2] == (size, columns):
-            found[name] = output.new_zeros(size, columns + together * own, output.shape[-1])
-            found[name][:, :columns] = output
-        elif name in found and step <= own + 1 and output.shape[:-1].numel() == size * together:
-            of_steps = found[name][:, columns:].view(size, together, own, output.shape[-1])
+            recorded[name] = output.new_zeros(size, columns + together * own, output.shape[-1])
+            recorded[name][:, :columns] = output
+        elif name in recorded and step <= own + 1 and output.shape[:-1].numel() == size * together:
+            of_steps = recorded[name][:, columns:].view(size, together, own, output.shape[-1])
             of_steps[:, :, step - 2] = output.view(size, together, -1)
         else:  # not the layer's output at each token
             calls[name] = -1
@@ -338,8 +338,8 @@ def _product_of(
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Product.apply(x, weight, output())  # type: ignore[no-untyped-call]
-        return found
+        product: torch.Tensor = _Product.apply(x, weight, output())  # type: ignore[no-untyped-call]
+        return product
 
     return forward
 

@@ -29,5 +29,5 @@ class StopStrings:
 
     def completed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return whether the last token completes a stop string, ``[rows]``."""
-        found: torch.Tensor = self._criteria(tokens, None)
-        return found
+        stopped: torch.Tensor = self._criteria(tokens, None)
+        return stopped

@@ -70,8 +70,8 @@ def warped_logprobs(
     temperature: float,
 ) -> torch.Tensor:
     """Return log π̃ of the chosen tokens, ``[tokens]``, float32 or wider."""
-    found: torch.Tensor = _WarpedLogProbs.apply(logits, chosen, sampling, temperature)  # type: ignore[no-untyped-call]
-    return found
+    logprobs: torch.Tensor = _WarpedLogProbs.apply(logits, chosen, sampling, temperature)  # type: ignore[no-untyped-call]
+    return logprobs
 
 
 class _WarpedLogProbs(torch.autograd.Function):
@@ -86,17 +86,17 @@ class _WarpedLogProbs(torch.autograd.Function):
         temperature: float,
     ) -> torch.Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        lowest, normalizers, found = logits.new_empty((3, len(logits), 1), dtype=wide)
+        lowest, normalizers, values = logits.new_empty((3, len(logits), 1), dtype=wide)
         chosen = chosen[:, None]
         for part in row_parts(logits, _ON_GPU):
             scores = warped(logits[part], temperature)
             lowest[part] = cutoff(scores, sampling)
             cut = (scores < lowest[part]).scatter_(1, chosen[part], False)
             normalizers[part] = scores.masked_fill(cut, -torch.inf).logsumexp(1, keepdim=True)
-            found[part] = scores.gather(1, chosen[part])
+            values[part] = scores.gather(1, chosen[part])
         ctx.save_for_backward(logits, chosen, lowest, normalizers)
         ctx.temperature = temperature
-        logprobs: torch.Tensor = (found - normalizers)[:, 0]
+        logprobs: torch.Tensor = (values - normalizers)[:, 0]
         return logprobs
 
     @staticmethod

@@ -38,9 +38,9 @@ from dprlhf.privacy.relations import DEFAULT_ADJACENCY, Adjacency
 
 __all__ = [
     "Adjacency",
-    "Epsilon",
     "Mechanism",
     "Partition",
+    "PrivacyCost",
     "delta_of",
     "epsilon",
     "gaussian_delta",
@@ -64,7 +64,7 @@ def equal_but_for_rounding(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Epsilon:
+class PrivacyCost:
     """A privacy cost.
 
     Attributes:
@@ -86,7 +86,7 @@ _LARGEST = 1e6
 """The largest epsilon that noise is searched for: far past any privacy, and within all floats."""
 
 
-def epsilon(mechanism: Mechanism, delta: float) -> Epsilon:
+def epsilon(mechanism: Mechanism, delta: float) -> PrivacyCost:
     """Return the cost of a run at ``delta``: an upper bound on ε with a certified lower bound.
 
     Raises:
@@ -125,7 +125,7 @@ def noise_multiplier(
     participations: int = 1,
     releases_per_round: int = 1,
     bands: int = 1,
-) -> tuple[float, Epsilon]:
+) -> tuple[float, PrivacyCost]:
     """Return the smallest noise multiplier found whose cost is at most ``epsilon``, and its cost.
 
     At ordinary ε and δ the answer is within about 1e-4 (relative) of the smallest; its cost is
@@ -179,7 +179,7 @@ def _check_noise(mechanism: Mechanism) -> None:
         raise without_noise(mechanism.noise_multiplier)
 
 
-def _cost(mechanism: Mechanism, delta: float) -> Epsilon:
+def _cost(mechanism: Mechanism, delta: float) -> PrivacyCost:
     upper, lower = _epsilon(mechanism, delta)
     sensitivity = "2S" if mechanism.adjacency == "replace-one" else "S"
     assumptions = (
@@ -189,7 +189,7 @@ def _cost(mechanism: Mechanism, delta: float) -> Epsilon:
         "released sums are divided by a public constant, never by the realised batch size",
         "nothing computed from users leaves the run except through the noised sums",
     )
-    return Epsilon(upper, min(lower, upper), delta, mechanism.spec.accountant, assumptions)
+    return PrivacyCost(upper, min(lower, upper), delta, mechanism.spec.accountant, assumptions)
 
 
 def single_noise(mechanism: Mechanism) -> float:

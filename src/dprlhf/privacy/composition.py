@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism, covering_noise, epsilon
+from dprlhf.privacy.accounting import Mechanism, PrivacyCost, covering_noise, epsilon
 from dprlhf.privacy.curves import SIDES, Curves
 from dprlhf.privacy.gaussian import gaussian_epsilon, noise_too_small
 from dprlhf.privacy.losses import POINTS, Composed, Losses, loss_distribution, widening
@@ -45,7 +45,7 @@ def total_epsilon(
     delta: float,
     shared: Sequence[Sequence[bool]] | None = None,
     times: Sequence[int] | None = None,
-) -> Epsilon:
+) -> PrivacyCost:
     """Return an upper bound on the joint ε of several runs at ``delta``.
 
     Args:
@@ -63,7 +63,7 @@ def total_epsilon(
     worst = max(costs, key=lambda cost: cost.epsilon)
     if shared is None or all(map(all, shared)):
         return worst
-    return Epsilon(
+    return PrivacyCost(
         worst.epsilon,
         worst.epsilon_lower,
         delta,
@@ -140,7 +140,7 @@ def _cliques(
         more, done = more - {node}, done | {node}
 
 
-def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
+def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> PrivacyCost:
     """Return the cost of runs that may all contain the same user."""
     alone = [epsilon(mechanism, delta) for mechanism in dict.fromkeys(mechanisms)]
     if len(mechanisms) == 1:
@@ -165,7 +165,7 @@ def _sequential(mechanisms: Sequence[Mechanism], delta: float) -> Epsilon:
             upper = min(upper, replace_one_epsilon(curves, delta))
             if all(m in pairs for m in mechanisms):
                 upper = _epsilon_of(joint_losses(mechanisms, pairs, delta), delta, upper)
-    return Epsilon(
+    return PrivacyCost(
         upper,
         min(upper, max(cost.epsilon_lower for cost in alone)),
         delta,

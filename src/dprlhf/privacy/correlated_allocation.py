@@ -111,13 +111,13 @@ class _Sums:
 def _sums(rounds: int, bands: int, folds: int) -> _Sums:
     columns = noise_matrix(rounds, bands)
     gram = columns.T @ columns
-    found = np.array(list(itertools.combinations_with_replacement(range(rounds), folds)))
-    counts = np.stack([(found == found[:, [i]]).sum(1) for i in range(folds)], 1)
+    sums = np.array(list(itertools.combinations_with_replacement(range(rounds), folds)))
+    counts = np.stack([(sums == sums[:, [i]]).sum(1) for i in range(folds)], 1)
     # Each distinct element of multiplicity c is met c times: Σ log(c!) / c over all places.
     orders = gammaln(folds + 1) - (gammaln(counts + 1.0) / counts).sum(1)
-    between = sum(gram[found[:, i], found[:, j]] for i in range(folds) for j in range(folds))
-    own = np.diag(gram)[found].sum(1)
-    return _Sums(found, orders - folds * math.log(rounds), np.asarray(between), own)
+    between = sum(gram[sums[:, i], sums[:, j]] for i in range(folds) for j in range(folds))
+    own = np.diag(gram)[sums].sum(1)
+    return _Sums(sums, orders - folds * math.log(rounds), np.asarray(between), own)
 
 
 def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Proposal:
@@ -135,10 +135,10 @@ def _remove_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _
             log_mass = sums.log_masses(scale, noise)[0]
             return min(_log_largest("remove", scale * folds, log_mass, epsilon), 1e6)
 
-        found = minimize_scalar(
+        optimum = minimize_scalar(
             log_bound, bounds=(0.0, 5.0), method="bounded", options={"xatol": 1e-3}
         )
-        for scale in (1.0, float(f"{math.exp(found.x):.4g}")):
+        for scale in (1.0, float(f"{math.exp(optimum.x):.4g}")):
             best = min(best, (log_bound(math.log(scale)), folds, scale))
         if best[2] > 1.0:
             break
@@ -166,10 +166,10 @@ def _add_proposal(noise: float, rounds: int, bands: int, epsilon: float) -> _Pro
         return _log_largest("add", power, log_mass(power), epsilon)
 
     most = 4 * (1 + max(0.0, epsilon - spread / 2) / square)
-    found = minimize_scalar(
+    optimum = minimize_scalar(
         log_bound, bounds=(0.0, most), method="bounded", options={"xatol": 1e-3}
     )
-    power = float(f"{found.x:.4g}")
+    power = float(f"{optimum.x:.4g}")
     power = power if log_bound(power) < 0 else 0.0
     shifts = -power * gram.mean(0, keepdims=True)
     return _Proposal("add", power, 1, log_mass(power), shifts, np.ones(1))
@@ -186,14 +186,14 @@ class _Sample:
     def moments(self, epsilons: Array) -> tuple[Array, Array]:
         """Return the mean of the values at each ε, unbiased estimates of δ, and their deviation."""
         with_, without = np.exp(self.log_ratio + self.log_weight), np.exp(self.log_weight)
-        found = []
+        moments = []
         for factor in np.exp(epsilons):
             if self.proposal.side == "remove":
                 values = np.maximum(with_ - factor * without, 0.0)
             else:
                 values = np.maximum(without - factor * with_, 0.0)
-            found.append((values.mean(), values.std(ddof=1)))
-        mean, deviation = zip(*found, strict=True)
+            moments.append((values.mean(), values.std(ddof=1)))
+        mean, deviation = zip(*moments, strict=True)
         return np.array(mean), np.array(deviation)
 
     def bounds(
@@ -222,12 +222,12 @@ def _samples(
     proposals = [make[side](noise, rounds, bands, at) for at, side in near]
     columns = noise_matrix(rounds, bands) / noise
     half = (columns**2).sum(0) / 2
-    found: list[tuple[list[Array], list[Array]]] = [([], []) for _ in proposals]
+    samples: list[tuple[list[Array], list[Array]]] = [([], []) for _ in proposals]
     for block in range(0, draws, _BLOCK):
         count = min(_BLOCK, draws - block)
         normals, picks = _normals(context, block, count, rounds)
         along = normals @ columns
-        for proposal, (ratios, weights) in zip(proposals, found, strict=True):
+        for proposal, (ratios, weights) in zip(proposals, samples, strict=True):
             component = np.searchsorted(proposal.cumulative, picks, side="right")
             component = np.minimum(component, len(proposal.cumulative) - 1)
             logs = along + (proposal.shifts[component] - half)
@@ -244,7 +244,7 @@ def _samples(
                 weights.append(proposal.power * middle + own)
     return [
         _Sample(proposal, *map(np.concatenate, drawn))
-        for proposal, drawn in zip(proposals, found, strict=True)
+        for proposal, drawn in zip(proposals, samples, strict=True)
     ]
 
 
@@ -265,11 +265,11 @@ def _usable(noise: float, epsilon: float) -> bool:
 
 def likely_delta(noise: float, rounds: int, bands: int, epsilon: float, part: int = 1) -> float:
     """Return what is likely to be certified for δ(ε) by one of so many parts of the draws."""
-    found, at = [], np.array([epsilon])
+    deltas, at = [], np.array([epsilon])
     for side in SIDES:
         (rough,) = _samples(noise, rounds, bands, [(epsilon, side)], "search", _ROUGH_DRAWS)
-        found.append(rough.bounds(at, _FAILURE, _DRAWS // part)[1][0])
-    return float(max(found)) + CHARGE
+        deltas.append(rough.bounds(at, _FAILURE, _DRAWS // part)[1][0])
+    return float(max(deltas)) + CHARGE
 
 
 @functools.lru_cache(1024)

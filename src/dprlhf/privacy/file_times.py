@@ -29,8 +29,8 @@ _STARTED = time.time()
 
 def run_of(path: Path) -> Path | None:
     """Return the run folder that a file or folder belongs to; None where it belongs to none."""
-    found = (p for p in (path, *path.parents) if (p / "secret" / "key").exists())
-    return next(found, None)
+    runs = (p for p in (path, *path.parents) if (p / "secret" / "key").exists())
+    return next(runs, None)
 
 
 def public_time(path: Path, root: Path) -> float:

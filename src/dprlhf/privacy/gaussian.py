@@ -49,8 +49,8 @@ def gaussian_deltas(noise: float, epsilons: npt.NDArray[np.float64]) -> npt.NDAr
         error = 8 * _UNIT * (1 + np.abs(first) + np.abs(second) + epsilons)
         x = np.minimum(epsilons + second - first, 0.0) - error
         values = np.exp(np.minimum(first + error + np.log(-np.expm1(x)), 0.0))
-    found: npt.NDArray[np.float64] = np.where(np.isfinite(first), values, 0.0)
-    return found
+    deltas: npt.NDArray[np.float64] = np.where(np.isfinite(first), values, 0.0)
+    return deltas
 
 
 def gaussian_epsilon(noise: float, delta: float) -> float:

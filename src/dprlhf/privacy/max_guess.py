@@ -91,10 +91,10 @@ def _likely_quantile(mechanism: Mechanism) -> float:
         from dprlhf.privacy import correlated_allocation as correlated
 
         terms = (mechanism.noise_multiplier, mechanism.rounds, mechanism.bands)
-        found = correlated.likely_delta(*terms, 0.0, correlated.CURVE_PART)
+        delta = correlated.likely_delta(*terms, 0.0, correlated.CURVE_PART)
     elif spec.independent_rounds:  # most rounds of a user are without it: no Gaussians
-        found = spec.delta(mechanism, 0.0, 1.0, True)
+        delta = spec.delta(mechanism, 0.0, 1.0, True)
     else:  # the curve of replacements is sharp at zero where points beside it hold it
-        found = float(pair.curve(mechanism, _NEAR if replace else _NEAR[:1], "remove")[0])
+        delta = float(pair.curve(mechanism, _NEAR if replace else _NEAR[:1], "remove")[0])
         factors = 1 if spec.factors is None else spec.factors(mechanism)
-    return min(single, _log_quantile((1 + found) / 2) + math.log(factors) / 2)
+    return min(single, _log_quantile((1 + delta) / 2) + math.log(factors) / 2)

@@ -17,9 +17,9 @@ from dprlhf.errors import DprlhfError
 from dprlhf.privacy import accounting
 from dprlhf.privacy.accounting import (
     Adjacency,
-    Epsilon,
     Mechanism,
     Partition,
+    PrivacyCost,
     equal_but_for_rounding,
 )
 from dprlhf.privacy.gaussian import upwards
@@ -48,7 +48,7 @@ class Plan:
     mechanism: Mechanism
     clip_norm: float
     expected_batch_size: float
-    guarantee: Epsilon
+    guarantee: PrivacyCost
 
     @property
     def rounds(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
         if not all(map(equal_but_for_rounding, held, mine)):
             return self
         z, upper, lower = (math.inf if value == "infinity" else float(value) for value in held)
-        cost = Epsilon(**{**vars(self.guarantee), "epsilon": upper, "epsilon_lower": lower})
+        cost = PrivacyCost(**{**vars(self.guarantee), "epsilon": upper, "epsilon_lower": lower})
         mechanism = self.mechanism.with_noise(z)
         return Plan(**{**vars(self), "mechanism": mechanism, "guarantee": cost})
 
@@ -132,12 +132,12 @@ class Plan:
         """Say before the first charge: a large ε, a δ above 1/N, noise that leads."""
         if not self.private:
             return []
-        found = (
+        messages = (
             epsilon_warning(self.guarantee.epsilon),
             delta_warning(self.guarantee.delta, self.users),
             noise_warning(self.noise_to_clip_ratio(dimension)),
         )
-        return [warning for warning in found if warning is not None]
+        return [warning for warning in messages if warning is not None]
 
     def terms(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values, for the ledger and ``privacy.json``."""
@@ -257,10 +257,12 @@ def check_promise(adjacency: Adjacency | None) -> None:
         )
 
 
-def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mechanism, Epsilon]:
+def _cost(
+    mechanism: Mechanism, target: float | None, delta: float
+) -> tuple[Mechanism, PrivacyCost]:
     """Return the mechanism and its cost, with its own noise if there is no ε to stay below."""
     if target == math.inf:
-        none = Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+        none = PrivacyCost(math.inf, math.inf, delta, NO_PRIVACY, ())
         return mechanism.with_noise(0.0), none
     if target is None:
         return mechanism, accounting.epsilon(mechanism, delta)
@@ -271,7 +273,7 @@ def _cost(mechanism: Mechanism, target: float | None, delta: float) -> tuple[Mec
 @functools.lru_cache(64)
 def _calibrated(
     mechanism: Mechanism, target: float, delta: float, spec: PartitionSpec
-) -> tuple[float, Epsilon]:
+) -> tuple[float, PrivacyCost]:
     """Return the noise of a plan and its cost, kept by its terms and the draw's ``spec``."""
     return accounting.noise_multiplier(
         target,

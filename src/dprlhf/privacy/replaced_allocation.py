@@ -97,8 +97,8 @@ def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
     # convex in e^ε, so the lower convex hull of the bounds is a bound: the sharper one near ε = 0,
     # and loss distributions of bounds that are not convex would gain mass (proof note, step 10).
     given = [(delta(noise, rounds, e, rough=True), gaussian_delta(noise / 2, e)) for e in epsilons]
-    found, t = np.min(given, axis=1), epsilons[:0:-1]
-    bounds = np.concatenate([-np.expm1(-t) + np.exp(-t) * found[:0:-1], found])
+    deltas, t = np.min(given, axis=1), epsilons[:0:-1]
+    bounds = np.concatenate([-np.expm1(-t) + np.exp(-t) * deltas[:0:-1], deltas])
     corners: list[int] = []
     places = np.exp(np.concatenate([-t, epsilons]))
     for new in range(len(places)):
@@ -111,7 +111,7 @@ def curve(noise: float, rounds: int, epsilons: Floats) -> Floats:
         corners.append(new)
     hull = np.interp(places[len(t) :], places[corners], bounds[corners])
     # Chords that end near 1, at negative ε, are rounded by units of 1, not of what they bound.
-    lower: Floats = np.minimum(found, hull * (1 + 16 * _UNIT) + 8 * _UNIT)
+    lower: Floats = np.minimum(deltas, hull * (1 + 16 * _UNIT) + 8 * _UNIT)
     return lower
 
 
@@ -170,12 +170,12 @@ def _tilt(sigma: float, c: float, rounds: int, bound: float) -> tuple[float, flo
         return top + math.log(float(np.exp(exponents - top).sum()))
 
     low, high = 1e-3 / bound, 1e4 / bound
-    found = minimize_scalar(
+    optimum = minimize_scalar(
         lambda t: log_moment(math.exp(t)),
         bounds=(math.log(low), math.log(high)),
         method="bounded",
     )
-    theta = math.exp(float(found.x))
+    theta = math.exp(float(optimum.x))
     tilted = np.exp(log_mass + theta * w - log_moment(theta))
     tilted /= tilted.sum()
     centre = float(tilted @ w)
@@ -288,10 +288,10 @@ def replace_one_delta(curves: Curves, epsilon: float, rough: bool) -> float:
             epsilon - first, "add", rough
         )
 
-    found = minimize_scalar(
+    optimum = minimize_scalar(
         lambda share: math.log(max(total(share * epsilon, True), 1e-290)),
         bounds=(0.0, 1.0),
         method="bounded",
         options={"xatol": 3e-3},
     )
-    return min(1.0, total(float(found.x) * epsilon, rough))
+    return min(1.0, total(float(optimum.x) * epsilon, rough))

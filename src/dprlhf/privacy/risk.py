@@ -72,10 +72,10 @@ def risk(
         from dprlhf.privacy.composition import sets_of_runs
 
         sets = sets_of_runs(mechanisms, shared, times)
-    found = [_together(tuple(together), delta, prior, people) for together in sets]
-    rates = {name: max(one.tpr_at_fpr[name] for one in found) for name in found[0].tpr_at_fpr}
+    risks = [_together(tuple(together), delta, prior, people) for together in sets]
+    rates = {name: max(one.tpr_at_fpr[name] for one in risks) for name in risks[0].tpr_at_fpr}
     guess, at_prior, mu = (
-        max(getattr(one, name) for one in found)
+        max(getattr(one, name) for one in risks)
         for name in ("best_guess", "best_guess_at_prior", "gdp_mu")
     )
     return Risk(guess, prior, at_prior, rates, mu, delta, people)
@@ -171,18 +171,18 @@ def _of_people(
 
     known = np.exp(step * _PARTS * np.arange(len(curve)))
     one = both_ways(*(np.interp(growth, known, values) for values in (curve, opposite)))
-    found, covering = one, gaussian_deltas(noise, at)
+    deltas, covering = one, gaussian_deltas(noise, at)
     reach = min(steps, _PARTS * (len(curve) - 1))
     for count in range(2, people + 1):
         # One more person: H_{e^(a+b)} <= H_{e^a} + e^a H_{e^b}, at the best a.
-        before = np.concatenate([np.ones(reach), found, np.full(reach, found[-1])])
-        found = np.ones_like(one)
+        before = np.concatenate([np.ones(reach), deltas, np.full(reach, deltas[-1])])
+        deltas = np.ones_like(one)
         for shift in range(-reach, reach + 1):
             later = before[reach - shift : reach - shift + len(one)]
-            np.minimum(found, one[steps + shift] + math.exp(step * shift) * later, out=found)
+            np.minimum(deltas, one[steps + shift] + math.exp(step * shift) * later, out=deltas)
         covering = gaussian_deltas(noise / count, at)
-        found = np.minimum(found, both_ways(covering, covering))
-    return found
+        deltas = np.minimum(deltas, both_ways(covering, covering))
+    return deltas
 
 
 def _gaussian_mu(curve: Floats, step: float, delta: float, high: float) -> float:

@@ -178,13 +178,13 @@ def _narrowed(powers: Array, half: Array) -> Array:
     """Return the polynomials around the middles of the narrow intervals, without their ends."""
     places = (np.arange(2**_FINER) + 0.5) / 2 ** (_FINER - 1) - 1
     moved = half[:, None] * places  # exact: both are small multiples of powers of two
-    found = np.empty((_CUBIC + 1, _INTERVALS, 2**_FINER))
+    intervals = np.empty((_CUBIC + 1, _INTERVALS, 2**_FINER))
     for n in range(_CUBIC + 1):
         value = np.zeros_like(moved)
         for j in range(_DEGREE, n - 1, -1):
             value = value * moved + math.comb(j, n) * powers[j][:, None]
-        found[n] = value
-    return found.reshape(_CUBIC + 1, -1)
+        intervals[n] = value
+    return intervals.reshape(_CUBIC + 1, -1)
 
 
 @functools.cache
@@ -208,10 +208,12 @@ def _middles() -> tuple[list[int], Array, Array]:
 
 def _derivatives(count: int) -> list[np.polynomial.Polynomial]:
     """Return P₁, …, P_count, with non-negative coefficients: Q⁽ⁿ⁾ = (−1)ⁿ Pₙ(Q) / φ(Q)ⁿ."""
-    found = [np.polynomial.Polynomial([1.0])]
+    polynomials = [np.polynomial.Polynomial([1.0])]
     for n in range(1, count):
-        found.append(found[-1].deriv() + n * np.polynomial.Polynomial([0.0, 1.0]) * found[-1])
-    return found
+        polynomials.append(
+            polynomials[-1].deriv() + n * np.polynomial.Polynomial([0.0, 1.0]) * polynomials[-1]
+        )
+    return polynomials
 
 
 def _draw(

@@ -37,11 +37,11 @@ def rollout_settings(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
             'generation_kwargs: write a mapping, such as {"top_k": 20}, not a'
             f" {type(generation_kwargs).__name__}"
         )
-    found = {}
+    settings = {}
     for name, value in generation_kwargs.items():
         if name in KEYS:
             if value is not None:
-                found[KEYS[name]] = value
+                settings[KEYS[name]] = value
         elif name not in _NEEDS_NO_KEY or value != _NEEDS_NO_KEY[name]:
             near = nearest(name, KEYS)
             hint = f"; did you mean {near}?" if near else f"; known are {', '.join(KEYS)}"
@@ -49,4 +49,4 @@ def rollout_settings(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 f"generation_kwargs: {name}={value!r} would change what is sampled, and the"
                 f" gradient's log-probabilities would not follow{hint}"
             )
-    return found
+    return settings

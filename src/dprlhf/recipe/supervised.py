@@ -337,13 +337,13 @@ class FeedbackRecipe(StageRecipe):
 
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""
-        found = super().released(releases, noise_multiplier)
+        released = super().released(releases, noise_multiplier)
         if self.update.value_rounds:
-            found += [
+            released += [
                 f"in place of the last {self.update.value_rounds} gradients: noised means of their"
                 " users' feedback, plain and weighed by how likely the policy is to answer so"
             ]
-        return found
+        return released
 
     @model_validator(mode="after")
     def _value_of_users_apart(self) -> FeedbackRecipe:

@@ -117,19 +117,19 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> settings_of({"loss_type": "grpo"})
     {'update.name': 'grpo', 'update.scale_rewards': True}
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in given.items():
         if name in KEYS:
-            found[KEYS[name]] = value
+            settings[KEYS[name]] = value
         elif name == "generation_kwargs":
-            found |= {f"rollout.{key}": one for key, one in rollout_settings(value).items()}
+            settings |= {f"rollout.{key}": one for key, one in rollout_settings(value).items()}
     if "loss_type" in given:
         named = given.keys() & {"loss_type", "scale_rewards"}
         update = update_settings(**{name: given[name] for name in named})
-        found |= {f"update.{key}": value for key, value in update.items()}
+        settings |= {f"update.{key}": value for key, value in update.items()}
     elif "scale_rewards" in given:  # of the recipe's own update, which it does not choose
-        found["update.scale_rewards"] = _is_scaled(given["scale_rewards"])
-    return found
+        settings["update.scale_rewards"] = _is_scaled(given["scale_rewards"])
+    return settings
 
 
 _BY_RESPONSE = ("grpo", "sapo")
@@ -170,12 +170,12 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
     ['rounds=4', 'policy.model_name_or_path=gpt2', 'optimizer.learning_rate=1e-3']
     """
     left = iter(arguments)
-    found: list[str] = []
+    overrides: list[str] = []
     combined: dict[str, Any] = {}
     place = 0  # of the last of the settings that decide together: what comes later goes before it
     for argument in left:
         if argument[:2] != "--":
-            found.append(argument)
+            overrides.append(argument)
             continue
         name, equals, value = argument[2:].partition("=")
         flag, name = f"--{name}", name.replace("-", "_")
@@ -190,12 +190,12 @@ def overrides_of(arguments: Sequence[str]) -> list[str]:
             if not value or value.startswith("--"):
                 raise DprlhfError(f"flag '{flag}' needs a value")
         if name in KEYS:
-            found.append(f"{KEYS[name]}={value}")
+            overrides.append(f"{KEYS[name]}={value}")
         elif name == "generation_kwargs":
-            found += _texts({name: _parsed(value)})
+            overrides += _texts({name: _parsed(value)})
         else:
-            combined[name], place = _parsed(value), len(found)  # two names, one decision
-    return found[:place] + _texts(combined) + found[place:]
+            combined[name], place = _parsed(value), len(overrides)  # two names, one decision
+    return overrides[:place] + _texts(combined) + overrides[place:]
 
 
 def _texts(given: Mapping[str, Any]) -> list[str]:

@@ -128,7 +128,7 @@ def check_reward(
     most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     last = RoundState(**{**vars(state), "global_step": state.max_steps})
-    found = [
+    problems = [
         _checked(
             CheckedBatch.of(
                 reward, prompts, completions, columns, completion_ids, users, turns, at
@@ -139,10 +139,10 @@ def check_reward(
         )
         for at in (state, last)[: 1 + named]
     ]
-    first = found[0]
+    first = problems[0]
     sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}
     values = [value for value in sums.values() if value is not None]
-    moved = max(one.moved for one in found)
+    moved = max(one.moved for one in problems)
     rows = len(first.scores)
     return ContractReport(
         name=reward.name,
@@ -157,12 +157,12 @@ def check_reward(
         clipped=sum(abs(reward.weight * value) > bound for value in values) / rows,
         scores=tuple(sums[i] for i in range(rows)),
         moved=moved,
-        checked_rows=0 if moved else min(one.checked_rows for one in found),
+        checked_rows=0 if moved else min(one.checked_rows for one in problems),
     )
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Checked:
     """What the checks found with one ``trainer_state``; names are those of the report."""
 
     scores: dict[int, Score]
@@ -172,7 +172,7 @@ class _Found:
     checked_rows: int
 
 
-def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _Found:
+def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _Checked:
     """Make all checks of :func:`check_reward` on a batch."""
     lacking = lacking_columns(batch.reward, batch.rows)
     if lacking:
@@ -218,7 +218,7 @@ def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _
         )
     end = batch.scores(everything)
     moves.append(moved("repeat", end, "after calls of other sizes"))
-    return _Found(scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows)
+    return _Checked(scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows)
 
 
 def _largest_size(

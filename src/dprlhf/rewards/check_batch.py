@@ -79,9 +79,9 @@ class CheckedBatch:
         """
         some = self.rows.take(numbers)
         units = [[place] for place in range(len(numbers))]
-        found = self.evaluate(some, units, range(len(numbers)))
+        scores = self.evaluate(some, units, range(len(numbers)))
         for place, i in enumerate(numbers):
-            yield {i: found[place]}
+            yield {i: scores[place]}
 
     def evaluate(
         self,

@@ -143,8 +143,8 @@ class ClassifierReward:
             of_width[width] += 1
             batches.setdefault((number, width), [-1] * self._batch_size)[place] = i
         for (_number, width), rows in batches.items():
-            found = self._forward([None if i < 0 else tokens[i] for i in rows], width)
-            for i, score in zip(rows, found, strict=True):
+            of_batch = self._forward([None if i < 0 else tokens[i] for i in rows], width)
+            for i, score in zip(rows, of_batch, strict=True):
                 if i >= 0:
                     scores[i] = score
         return scores
@@ -155,7 +155,7 @@ class ClassifierReward:
         On a GPU any other ends the process, as in :meth:`CausalLMPolicy.known`; an exception here
         costs the row's user alone.
         """
-        found = classifier_tokens(
+        tokens = classifier_tokens(
             self._tokenizer,
             prompts,
             completions,
@@ -163,12 +163,12 @@ class ClassifierReward:
             max_tokens=self._max_tokens,
         )
         rows = _embeddings(self.model)
-        if max([self._tokenizer.pad_token_id, *map(max, found)]) >= rows:
+        if max([self._tokenizer.pad_token_id, *map(max, tokens)]) >= rows:
             raise DprlhfError(
                 f"the classifier's tokenizer has tokens beyond the {rows} that the model has"
                 " embeddings for, and a text or its padding has one of them"
             )
-        return found
+        return tokens
 
     @torch.inference_mode()
     def _forward(self, batch: list[list[int] | None], width: int) -> list[float]:
@@ -320,7 +320,7 @@ def classifier_tokens(
             texts.append(prompt + completion)
         else:
             texts.append(text_of([prompt, completion] if whole else completion))
-    found: list[list[int]] = [[] for _ in texts]
+    tokens: list[list[int]] = [[] for _ in texts]
     for kind in set(templated):
         rows = [row for row, by_template in enumerate(templated) if by_template == kind]
         encoded = tokenizer(
@@ -332,5 +332,5 @@ def classifier_tokens(
         )
         for row, ids in zip(rows, encoded["input_ids"], strict=True):
             # Without special tokens an empty text has no token at all, which no model can read.
-            found[row] = ids or [tokenizer.pad_token_id]
-    return found
+            tokens[row] = ids or [tokenizer.pad_token_id]
+    return tokens

@@ -49,10 +49,10 @@ def load_reward(
     """
     from dprlhf.data.reward_arguments import given_rewards  # which says what it may be
 
-    found = given_rewards(spec, tokenizers=tokenizer)
-    if len(found) != 1:
-        raise DprlhfError(f"load_reward takes one reward, not {len(found)}: call it for each")
-    return _load(found[0], device)
+    rewards = given_rewards(spec, tokenizers=tokenizer)
+    if len(rewards) != 1:
+        raise DprlhfError(f"load_reward takes one reward, not {len(rewards)}: call it for each")
+    return _load(rewards[0], device)
 
 
 def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:

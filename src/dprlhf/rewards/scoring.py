@@ -132,11 +132,11 @@ class Scorer:
         by_turn = any(reward.by_turn for reward in self.rewards)
         counts = np.array(rows.turns if by_turn else [1] * len(rows), dtype=np.int64)
         with captured(self.sink):
-            found = self._answered(rows, groups, private=private)
+            answers = self._answered(rows, groups, private=private)
             # The sums over turns; whether a reward gave a row a number; whether one failed on it.
             total = np.zeros((len(rows), counts.max(initial=1)))
             present, failed = np.zeros((2, len(rows)), dtype=bool)
-            for one in found:
+            for one in answers:
                 for i, answer in enumerate(one.values):
                     value = parse_turns(answer, int(counts[i]), by_turn=one.reward.by_turn)
                     if isinstance(value, Failure):
@@ -152,8 +152,10 @@ class Scorer:
         valid = present & ~failed & ~overflow
         returns = np.where(valid[:, None], returns, 0.0).clip(-self.bound, self.bound)
         kept = {kind: n for kind, n in failures.items() if n}
-        logged = gathered([log for one in found for log in one.logs] if private else [], len(rows))
-        raised = (v.message for one in found for v in one.values if isinstance(v, Failure))
+        logged = gathered(
+            [log for one in answers for log in one.logs] if private else [], len(rows)
+        )
+        raised = (v.message for one in answers for v in one.values if isinstance(v, Failure))
         problem = next(filter(None, raised), ", ".join(kept))
         return Scores(returns[:, 0], valid, kept, logged, returns if by_turn else None, problem)
 
@@ -161,15 +163,15 @@ class Scorer:
         self, rows: RewardRows, groups: Sequence[Sequence[int]], *, private: bool
     ) -> list[_Answers]:
         """Return the answers of each reward; asynchronous ones run at the same time."""
-        found = [_Answers(reward, rows, self.state, private) for reward in self.rewards]
-        waiting = [one for one in found if is_async(one.reward.function)]
+        answers = [_Answers(reward, rows, self.state, private) for reward in self.rewards]
+        waiting = [one for one in answers if is_async(one.reward.function)]
         with ThreadPoolExecutor(max(1, len(waiting))) as pool:
-            for one in found:
+            for one in answers:
                 if one not in waiting:
                     one.ask(groups)
             for done in [pool.submit(one.ask, groups) for one in waiting]:
                 done.result()
-        return found
+        return answers
 
 
 class _Answers:
@@ -225,10 +227,10 @@ class _Answers:
         """Call the reward once with some rows; return a failure in place of answers."""
         log = CallLog(len(numbers))
         rows = self._rows.take(numbers)
-        found = _attempt(self.reward, rows, self._state, log, private=self._private)
-        if isinstance(found, Failure):
-            return found
-        for i, answer in zip(numbers, found, strict=True):
+        scores = _attempt(self.reward, rows, self._state, log, private=self._private)
+        if isinstance(scores, Failure):
+            return scores
+        for i, answer in zip(numbers, scores, strict=True):
             self.values[i] = answer
         self.logs.append((log, numbers))
         return None

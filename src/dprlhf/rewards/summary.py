@@ -31,7 +31,7 @@ class RewardSummary:
     @property
     def warnings(self) -> list[str]:
         """Warnings that the reward is slow, unchecked, or gives no signal although ε is spent."""
-        found = [
+        messages = [
             f"rounding moves the scores of reward {name!r} by up to {moved:.2g} with their batch,"
             " so it is called for one user at a time; with inputs of a fixed shape it could be"
             " called for all at once"
@@ -39,17 +39,17 @@ class RewardSummary:
         ]
         # Without the rewards that could not be checked, the sum of the others says little.
         if not self.unchecked and self.clipped >= _MOSTLY:
-            found.append(
+            messages.append(
                 f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
                 f" {self.responses} public responses: clipped, it teaches little, and the run"
                 " spends its epsilon all the same; raise reward_range or lower the weights"
             )
         elif not self.unchecked and self.std <= 1e-6 * self.bound:
-            found.append(
+            messages.append(
                 f"the reward is {self.mean:.4g} on all {self.responses} public responses: a reward"
                 " that never differs cannot teach, and the run spends its epsilon all the same"
             )
-        return found + [
+        return messages + [
             f"reward {name!r} {why}, so it could not be checked. It is called for one user at a"
             " time; that it keeps nothing of one user for the next is your promise. Public rows"
             " that it scores (evaluation) let it be checked"

@@ -61,13 +61,13 @@ def math_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
 
     def right(text: str, wanted: Any) -> bool:
         key = (final_answer(str(wanted)) or str(wanted)).translate(_MINUS)
-        found = final_answer(text).translate(_MINUS)
-        if not found or wanted is None:
+        actual = final_answer(text).translate(_MINUS)
+        if not actual or wanted is None:
             return False
-        one, other = _exact_number(found), _exact_number(key)
+        one, other = _exact_number(actual), _exact_number(key)
         if one is not None and other is not None:
             return one == other
-        return "".join(found.split()) == "".join(key.split())
+        return "".join(actual.split()) == "".join(key.split())
 
     return _each(right, completions, answer)
 

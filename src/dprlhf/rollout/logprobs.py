@@ -31,7 +31,7 @@ def token_logprobs(
 ) -> Array:
     """Return log π_θ(token | before), ``[rows, response]``; 0 on padding and tools' tokens."""
     # π_θ is the distribution that responses are sampled from, top-k and so on included.
-    found = np.zeros((len(responses.user), responses.max_new_tokens))
+    values = np.zeros((len(responses.user), responses.max_new_tokens))
     shared_rows = responses.shared_rows(policy)
     size = max(1, batch_size // shared_rows) * shared_rows
     if policy.mixes_rows:
@@ -47,8 +47,8 @@ def token_logprobs(
         )
         own = to_device(responses.policy_micro_batch(rows), policy.device)
         real = torch.where(own.bool(), logprobs, 0.0).double().cpu().numpy()
-        found[rows[rows >= 0]] = real[rows >= 0]
-    return found
+        values[rows[rows >= 0]] = real[rows >= 0]
+    return values
 
 
 def log_ratio_to_base(

@@ -86,5 +86,5 @@ def random_adapter(policy: CausalLMPolicy, by: float = 0.02) -> Iterator[None]:
 
 
 def _tokens(policy: CausalLMPolicy, random: np.random.Generator, count: int) -> list[int]:
-    found: list[int] = random.integers(policy.embeddings, size=count).tolist()
-    return found
+    tokens: list[int] = random.integers(policy.embeddings, size=count).tolist()
+    return tokens

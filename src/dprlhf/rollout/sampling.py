@@ -146,7 +146,7 @@ def sample(
     off) and the rest from π_t; with ``on-policy`` all come from π_t.
     """
     if policy.sampler is not None:
-        found: Responses = policy.sampler(
+        responses: Responses = policy.sampler(
             policy,
             prompts,
             spec,
@@ -161,10 +161,10 @@ def sample(
         kept = None
         if keep is not None:
             kept = keep_outputs(policy, gradients=keep == "gradients")
-        found = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick, kept)
+        responses = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick, kept)
     if spec.mask_truncated:
-        return Responses(**{**vars(found), "left_out": ~ended(policy, found)})
-    return found
+        return Responses(**{**vars(responses), "left_out": ~ended(policy, responses)})
+    return responses
 
 
 def sample_public(
@@ -201,8 +201,8 @@ def ended(policy: CausalLMPolicy, responses: Responses) -> NDArray[np.bool_]:
             columns = lengths[rows, None] - width + torch.arange(width)
             if width:
                 done[rows] |= policy.stop.completed(tokens[rows].gather(1, columns))
-    found: NDArray[np.bool_] = (done & responses.policy_mask.gather(1, last)[:, 0].bool()).numpy()
-    return found
+    flags: NDArray[np.bool_] = (done & responses.policy_mask.gather(1, last)[:, 0].bool()).numpy()
+    return flags
 
 
 def _as_seen(

@@ -45,11 +45,11 @@ def save_checkpoint(
     """Replace the run's checkpoint by the state after round t, atomically."""
     moments = moments_of(optimizer, list(policy.parameters))
     with replaced_folder(folder.checkpoint) as fresh:
-        told = metadata(carried) if carried is not None else None
-        save_file(policy.state(), fresh / "policy.safetensors", metadata=told)
+        header = metadata(carried) if carried is not None else None
+        save_file(policy.state(), fresh / "policy.safetensors", metadata=header)
         save_file(moments, fresh / "optimizer.safetensors")
         for name, part in (others or {}).items():
-            save_file(part.state(), fresh / f"{name}.safetensors", metadata=told)
+            save_file(part.state(), fresh / f"{name}.safetensors", metadata=header)
         state = {"round": t, "frozen": frozen_sums(policy.model)}
         (fresh / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -59,7 +59,7 @@ def last_checkpoint(folder: RunFolder) -> Path | None:
     newest = folder.checkpoint
     # A crash between the renames of a replacement leaves only the previous checkpoint.
     previous = newest.with_name(newest.name + ".old")
-    return next((found for found in (newest, previous) if found.exists()), None)
+    return next((path for path in (newest, previous) if path.exists()), None)
 
 
 def load_checkpoint(
@@ -118,10 +118,10 @@ def frozen_sums(model: torch.nn.Module) -> dict[str, float]:
 
 def check_frozen(model: torch.nn.Module, state: Mapping[str, Any], *, tolerance: float) -> None:
     """Check that a model's frozen weights are those of the run that wrote a checkpoint."""
-    found, held = frozen_sums(model), state["frozen"]
-    both = found.keys() & held.keys()  # sharded weights are in neither
-    if (found and held and not both) or not all(
-        math.isclose(found[name], held[name], rel_tol=tolerance, abs_tol=tolerance) for name in both
+    sums, held = frozen_sums(model), state["frozen"]
+    both = sums.keys() & held.keys()  # sharded weights are in neither
+    if (sums and held and not both) or not all(
+        math.isclose(sums[name], held[name], rel_tol=tolerance, abs_tol=tolerance) for name in both
     ):
         raise DprlhfError(
             "the base model is not the one that this run has tuned: its frozen weights are others."

@@ -53,17 +53,17 @@ def users_of(path: Path, run: str, beside: Path | None = None) -> NDArray[np.uin
     above = path.resolve().parents
     near = [path, *above, *above[0].glob("*"), *(beside.glob("*") if beside else ())]
     held = (f.identities for f in _folders(run, near) if os.access(f.identities, os.R_OK))
-    found = next(held, None)  # those of copies are the same
-    return None if found is None else read_identities(found)
+    identities = next(held, None)  # those of copies are the same
+    return None if identities is None else read_identities(identities)
 
 
 def read_identities(path: Path) -> NDArray[np.uint64]:
     """Return the hashes of a run's users from their file."""
     try:
-        found: NDArray[np.uint64] = np.load(path)
+        identities: NDArray[np.uint64] = np.load(path)
     except (OSError, ValueError, EOFError):
         raise DprlhfError(f"{path}: damaged; the run's users are not known from it") from None
-    return found
+    return identities
 
 
 def _folders(run: str, places: Iterable[Path]) -> Iterator[RunFolder]:

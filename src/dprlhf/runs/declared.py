@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism
+from dprlhf.privacy.accounting import Mechanism, PrivacyCost
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.privacy.randomness import commitment
 from dprlhf.runs.earlier import Record, cost_terms, records_of, total_of
@@ -40,7 +40,7 @@ def declare(
     unit: str | None = None,  # The column whose values were protected; None where each row was
     sampling: Sampling = "poisson",
     program: str = "opacus",
-) -> Epsilon:
+) -> PrivacyCost:
     """Write what private training by another program released beside the weights that it left.
 
     Nothing here can check the declaration. ε, which is returned, is that of the terms, as for a

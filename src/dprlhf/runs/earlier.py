@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon
+from dprlhf.privacy.accounting import Mechanism, PrivacyCost, epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
@@ -67,7 +67,7 @@ class Earlier:
 
 def read_earlier(recipe: AnyRecipe) -> Earlier:
     """Read the runs that a recipe names under ``previous``, and those that they name."""
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     said: dict[str, set[str]] = {}
     read = [records_of(Path(previous.run)) for previous in recipe.previous]
     if read:
@@ -78,11 +78,11 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
         )
     for previous, (own, *before) in zip(recipe.previous, read, strict=True):
         for record in (own, *before):
-            found.setdefault(record.run, record)
+            records.setdefault(record.run, record)
         said.setdefault(own.run, set()).add(previous.users)
     disjoint = [run for run, users in said.items() if users == {"disjoint"}]
-    check_lineage(recipe, found)
-    for record in found.values():
+    check_lineage(recipe, records)
+    for record in records.values():
         if record.unit != recipe.data.unit:
             raise DprlhfError(
                 f"previous: {record.name} protects {_unit(record.unit)}, this run"
@@ -94,7 +94,7 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
                 f"previous: {record.name} has no privacy, so no epsilon can be stated for what"
                 " builds on it; use privacy.epsilon=.inf for a non-private baseline"
             )
-    return Earlier(list(found.values()), disjoint, recipe.privacy.tuning_runs or 0)
+    return Earlier(list(records.values()), disjoint, recipe.privacy.tuning_runs or 0)
 
 
 def records_of(run: Path) -> list[Record]:
@@ -108,7 +108,7 @@ def records_of(run: Path) -> list[Record]:
                 " that carries the record of one"
             )
         try:
-            return [_checked(r) for told in carried for r in told["runs"]]
+            return [_checked(r) for record in carried for r in record["runs"]]
         except _WRONG:
             raise DprlhfError(
                 f"{run}: its privacy record was altered, or is of a newer version of dprlhf; name"
@@ -192,12 +192,12 @@ def all_records(plan: Plan, earlier: Earlier) -> list[Record]:
     return [*earlier.records, own]
 
 
-def total(plan: Plan, earlier: Earlier) -> Epsilon:
+def total(plan: Plan, earlier: Earlier) -> PrivacyCost:
     """Return the total ε of a run and its earlier runs, at the largest δ of all."""
     return total_of(all_records(plan, earlier))
 
 
-def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
+def total_of(records: Sequence[Record], delta: float | None = None) -> PrivacyCost:
     """Return the total ε of several runs; infinite if one of them has no privacy.
 
     Two runs may share users unless one declares the other disjoint. Without a δ it is the largest
@@ -205,7 +205,7 @@ def total_of(records: Sequence[Record], delta: float | None = None) -> Epsilon:
     """
     delta = max(r.delta for r in records) if delta is None else delta
     if any(not r.mechanism["noise_multiplier"] for r in records):
-        return Epsilon(math.inf, math.inf, delta, NO_PRIVACY, ())
+        return PrivacyCost(math.inf, math.inf, delta, NO_PRIVACY, ())
     return _total(*_runs_of(records), delta)
 
 
@@ -238,7 +238,7 @@ def _total(
     shared: tuple[tuple[bool, ...], ...],
     times: tuple[int, ...],
     delta: float,
-) -> Epsilon:
+) -> PrivacyCost:
     """Return the total ε, which a run's opening, its card and its report all ask for."""
     if len(mechanisms) == 1 == times[0]:
         return epsilon(mechanisms[0], delta)
@@ -249,7 +249,7 @@ def _total(
 
 def total_of_runs(
     runs: Iterable[Path], *, disjoint: bool = False, delta: float | None = None
-) -> tuple[list[Record], Epsilon]:
+) -> tuple[list[Record], PrivacyCost]:
     """Return the records of several runs and of their earlier runs, and the total ε.
 
     ``disjoint`` is the caller's declaration that no two of the named runs share a user.
@@ -266,17 +266,17 @@ def total_of_runs(
             [Record(**{**asdict(own), "disjoint": [*own.disjoint, *names]}), *before]
             for own, *before in read
         ]
-    found: dict[str, Record] = {}
+    known: dict[str, Record] = {}
     for records in sorted(read, key=len, reverse=True):
-        found |= {r.run: r for r in records[1:] if r.run not in found}
-    found |= {records[0].run: records[0] for records in read}
-    units = {r.unit for r in found.values()}
+        known |= {r.run: r for r in records[1:] if r.run not in known}
+    known |= {records[0].run: records[0] for records in read}
+    units = {r.unit for r in known.values()}
     if len(units) > 1:
         raise DprlhfError(
             f"the runs protect {' and '.join(sorted(map(_unit, units)))}, so there is no one"
             " statement for them together"
         )
-    return list(found.values()), total_of(list(found.values()), delta)
+    return list(known.values()), total_of(list(known.values()), delta)
 
 
 def _unit(column: str | None) -> str:
@@ -335,14 +335,14 @@ def runs_of_object(model: Any) -> set[str]:
     model was loaded from, by transformers and as a reward, are looked at, too.
     """
     config = getattr(model, "config", None)
-    told, place = getattr(config, KEY, None), getattr(config, "_name_or_path", None)
-    found = runs_of_model(place, getattr(config, "_commit_hash", None)) if place else set()
+    carried, place = getattr(config, KEY, None), getattr(config, "_name_or_path", None)
+    runs = runs_of_model(place, getattr(config, "_commit_hash", None)) if place else set()
     if (named := getattr(model, "dprlhf_loaded_from", None)) is not None:
-        found |= runs_of_model(*named)
-    if told is None:
-        return found
+        runs |= runs_of_model(*named)
+    if carried is None:
+        return runs
     try:
-        return {*found, told["runs"][0]["run"]}
+        return {*runs, carried["runs"][0]["run"]}
     except (TypeError, KeyError, IndexError):
         raise DprlhfError(
             f"the model's privacy record ({KEY}) was altered, so what it cost its users is not"

@@ -78,7 +78,7 @@ def in_card(card: str, carried: Carried) -> str:
 
 def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) -> list[Carried]:
     """Return the records that a model carries, each once; none for one of another program."""
-    found: list[Carried] = []
+    records: list[Carried] = []
     for text in _texts(model, revision, fetch):
         try:
             carried = json.loads(text) if isinstance(text, str) else text
@@ -90,9 +90,9 @@ def carried_by(model: str, revision: str | None = None, *, fetch: bool = False) 
                 f"{model}: its privacy record ({KEY}) was altered, so what it cost its users is not"
                 " known; take the model from its run's folder again"
             )
-        if all(known != [record["run"] for record in other["runs"]] for other in found):
-            found.append(carried)
-    return found
+        if all(known != [record["run"] for record in other["runs"]] for other in records):
+            records.append(carried)
+    return records
 
 
 def is_adapter(model: str, revision: str | None = None) -> bool:
@@ -112,15 +112,15 @@ def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
     for file in _files(model, "README.md", revision, False):
         card = file.read_text("utf-8", errors="replace")
         with contextlib.suppress(yaml.YAMLError, ValueError):  # the second for 2024-99-99
-            told = yaml.safe_load(card[4:].split("\n---", 1)[0]) if card[:4] == "---\n" else None
-            if isinstance(told, dict) and KEY in told:
-                yield told[KEY]
+            record = yaml.safe_load(card[4:].split("\n---", 1)[0]) if card[:4] == "---\n" else None
+            if isinstance(record, dict) and KEY in record:
+                yield record[KEY]
     names = ["*.safetensors"] if Path(model).is_dir() else _WEIGHTS
     for file in (f for name in names for f in _files(model, name, revision, False)):
         with contextlib.suppress(ValueError, OSError):
-            told = _header(file)[1].get("__metadata__", {})
-            if KEY in told:
-                yield told[KEY]
+            record = _header(file)[1].get("__metadata__", {})
+            if KEY in record:
+                yield record[KEY]
 
 
 def _files(model: str, name: str, revision: str | None, fetch: bool) -> list[Path]:

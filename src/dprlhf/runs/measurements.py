@@ -22,12 +22,12 @@ def machine() -> str:
     A GPU is named where this process has used it, and AMX where the processor has it: two of one
     name, with it and without, differ several times over in bfloat16.
     """
-    told: dict[str, str] = {}
+    fields: dict[str, str] = {}
     if _CPU_INFO.exists():
         lines = _CPU_INFO.read_text("utf-8").split("\n\n")[0].splitlines()  # of the first core
-        told = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
-    name = told.get("model name") or platform.processor() or platform.machine()
-    if "amx_bf16" in told.get("flags", "").split():
+        fields = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "amx_bf16" in fields.get("flags", "").split():
         name += " with AMX"
     parts = [name, f"{usable_cores()} cores", platform.system()]
     torch = sys.modules.get("torch")

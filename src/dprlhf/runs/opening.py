@@ -235,7 +235,7 @@ def uncounted(folder: RunFolder, users: Users, earlier: Earlier) -> list[str]:
 
 def runs_beside(folder: RunFolder, earlier: Earlier) -> list[RunFolder]:
     """Return the private runs in the same parent folder that a run does not count; public facts."""
-    counted, found = {record.run for record in earlier.records}, []
+    counted, beside = {record.run for record in earlier.records}, []
     for held in sorted(folder.path.absolute().parent.glob("*/secret/users.npy")):
         run = RunFolder(held.parent.parent)
         if run.path == folder.path.absolute():
@@ -243,8 +243,8 @@ def runs_beside(folder: RunFolder, earlier: Earlier) -> list[RunFolder]:
         with contextlib.suppress(DprlhfError, OSError, KeyError):
             terms = read_opened(run.ledger)[0].body
             if terms["noise_multiplier"] and terms["key_commitment"] not in counted:
-                found.append(run)
-    return found
+                beside.append(run)
+    return beside
 
 
 def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) -> list[str]:
@@ -252,7 +252,7 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
 
     The numbers depend on the users, so they are for ``secret/`` and a terminal, never for a log.
     """
-    found = open_private(users.left_out(cut))
+    counts = open_private(users.left_out(cut))
     meaning = {
         "unmatched": "of people of whom one is a user with somebody else (data.user_column): left"
         " out",
@@ -263,7 +263,7 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
         "empty": "empty: only a start token is read",
         "cut": "longer than the recipe keeps: cut to the tokens that it does keep",
     }
-    lines = [f"{found[kind]:,} {about}" for kind, about in meaning.items() if found[kind]]
+    lines = [f"{counts[kind]:,} {about}" for kind, about in meaning.items() if counts[kind]]
     if lines and users.count > LOOKED_AT:
         lines.append(f"(of the prompts, those of {LOOKED_AT:,} users were looked at)")
     return lines
@@ -305,10 +305,10 @@ def check_public(
         shown["update.subspace"] = guides.rows.traces(owners)
     private = open_private(users.traces(owners)) if shown else {}
     for section, traces in shown.items():
-        found = open_private(traces)
+        public_hashes = open_private(traces)
         # A prompt that was cut is compared with whole texts alone: many texts begin alike.
         pairs = (("text", "text"), ("text", "prompt"), ("prompt", "text"), ("user", "user"))
-        if any(np.isin(found[a], private[b]).any() for a, b in pairs):
+        if any(np.isin(public_hashes[a], private[b]).any() for a, b in pairs):
             raise DprlhfError(
                 f"{section}.data: some of its rows are users' rows, too (the same text"
                 + (f", or the same {' or '.join(owners)}" if owners else "")

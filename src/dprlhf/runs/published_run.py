@@ -200,10 +200,10 @@ def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def _values(file: Path) -> dict[str, tuple[float, float, float]]:
-    found = _json_of(dict)(file).get("value", {})
+    values = _json_of(dict)(file).get("value", {})
     return {
         name: (_or_nan(value["mean"]), float(value["low"]), float(value["high"]))
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 

@@ -231,15 +231,15 @@ def _public_reward(run: PublishedRun) -> list[tuple[float, float, float | None]]
 
 def _public_curve(run: PublishedRun, name: str) -> list[tuple[float, float, float | None]]:
     """Return the points of a public metric of a supervised stage, before and after included."""
-    found = [
+    curve = [
         (x, *run.evaluation.get(when, {}).get(name, (None, None)))
         for x, when in ((0, "before"), (run.rounds, "after"))
     ]
     for line in run.metrics:
         mean, error = (line.get(f"public_{name}{end}") for end in ("", "_standard_error"))
-        found.append((line["round"], mean, error))
+        curve.append((line["round"], mean, error))
     points: list[tuple[float, float, float | None]] = []
-    for x, mean, error in found:
+    for x, mean, error in curve:
         y = finite_number(mean)
         if y is not None:
             points.append((float(x), y, _band(error)))

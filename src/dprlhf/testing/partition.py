@@ -228,15 +228,15 @@ def _attained_delta(
     random = np.random.default_rng(0)
     took_part = patterns[random.integers(len(patterns), size=_SAMPLES)]
     noises = noise * random.standard_normal(took_part.shape)
-    found = []
+    deltas = []
     # δ(ε) = E_P[(1 − e^ε Q/P)+], for both orders of the two neighbours P and Q.
     for observed, sign in ((took_part + noises, 1.0), (noises - took_part * replaced, -1.0)):
         ratio = _log_ratio(observed, patterns, noise)
         if replaced:
             ratio = ratio - _log_ratio(-observed, patterns, noise)
         exceeds = np.maximum(0.0, -np.expm1(bound - sign * ratio))
-        found.append((float(exceeds.mean()), float(exceeds.std() / math.sqrt(_SAMPLES))))
-    return max(found)
+        deltas.append((float(exceeds.mean()), float(exceeds.std() / math.sqrt(_SAMPLES))))
+    return max(deltas)
 
 
 def _check_likelihood(

@@ -319,9 +319,9 @@ def _check_failures(trial: _Trial) -> None:
 
 
 def _check_micro_batches(trial: _Trial) -> None:
-    found = [trial.sums(WIDE, batch_size=size) for size in (1, 8, 64)]
-    for other in found[1:]:
-        for j, (one, many) in enumerate(zip(found[0], other, strict=True), 1):
+    sums = [trial.sums(WIDE, batch_size=size) for size in (1, 8, 64)]
+    for other in sums[1:]:
+        for j, (one, many) in enumerate(zip(sums[0], other, strict=True), 1):
             apart = float((one - many).norm())
             assert apart <= 1e-8 * max(1.0, float(one.norm())), (
                 f"{trial.fails} 'micro-batches' in release {j}: the sum moves by {apart:.3g} with"

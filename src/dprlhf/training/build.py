@@ -177,11 +177,11 @@ def open_run(
     """
     hush_libraries()  # before transformers is asked for its callbacks, for which it loads PEFT
     processes = Processes.connect()
-    told: list[Callback] = []
+    own_callbacks: list[Callback] = []
     if callbacks:
         from dprlhf.training.callbacks import as_functions, taken
 
-        told = as_functions(taken(callbacks), folder.path, recipe.rounds)
+        own_callbacks = as_functions(taken(callbacks), folder.path, recipe.rounds)
     if create:
         processes.on_main(folder.refuse_to_overwrite)
     with _only_run(), default_torch_state() as put_back_torch_state:
@@ -229,7 +229,7 @@ def open_run(
                 optimizer=make_optimizer(settings, policy.parameters.values()),
                 gate=gate,
                 progress=Progress(stage.rows_a_user, disable=quiet or not processes.main),
-                callbacks=[*trackers, *told],
+                callbacks=[*trackers, *own_callbacks],
                 put_back_torch_state=put_back_torch_state,
             )
 

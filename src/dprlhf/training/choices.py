@@ -170,8 +170,8 @@ def cosines(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     """
     if signal.norm == 0:
         return np.zeros(plan.rounds)
-    found: Array = signal.alignment * signal.norm / averaged_norms(plan, signal, momentum)
-    return found
+    expected: Array = signal.alignment * signal.norm / averaged_norms(plan, signal, momentum)
+    return expected
 
 
 def averaged_norms(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
@@ -186,8 +186,8 @@ def averaged_norms(plan: Plan, signal: Signal, momentum: float = 0.0) -> Array:
     sampling = signal.spread / m * (weights**2).sum(1)
     noise = signal.dimension * (plan.noise_multiplier / m) ** 2
     errors = sampling + noise * ((weights @ noise_rows(plan)) ** 2).sum(1)
-    found: Array = np.sqrt(signal.norm**2 + errors)
-    return found
+    norms: Array = np.sqrt(signal.norm**2 + errors)
+    return norms
 
 
 def candidates(
@@ -242,8 +242,8 @@ def guessed_noise(
         mean = float(np.expm1(np.minimum(products / z**2, 500.0)).mean())
         return math.log(k**2 * mean) + 2 * math.log(one)
 
-    found: float = brentq(excess, one / 100, 10 * max(one, 1.0) * math.sqrt(releases) * k)
-    return found
+    noise: float = brentq(excess, one / 100, 10 * max(one, 1.0) * math.sqrt(releases) * k)
+    return noise
 
 
 Costed = Callable[[Candidate], Plan]
@@ -281,19 +281,19 @@ def best_choices(
             guessed.append((rank(rate(candidate, guess(candidate))), i, candidate))
     guessed.sort(key=lambda g: (-g[0], g[1]))
     start, passed = time.perf_counter(), 0
-    found: list[tuple[float, int, Choice]] = []
+    ranked: list[tuple[float, int, Choice]] = []
     for done, (hoped, i, candidate) in enumerate(guessed):
         progress(done, len(guessed))
-        if len(found) >= show and hoped < found[show - 1][0]:
+        if len(ranked) >= show and hoped < ranked[show - 1][0]:
             break
         if slow(candidate) and time.perf_counter() - start > seconds:
             passed += 1
             continue
         with contextlib.suppress(DprlhfError):
             choice = rate(candidate, cost(candidate))
-            found = sorted([*found, (rank(choice), i, choice)], key=lambda f: (-f[0], f[1]))
+            ranked = sorted([*ranked, (rank(choice), i, choice)], key=lambda f: (-f[0], f[1]))
     progress(len(guessed), len(guessed))
-    return [choice for _, _, choice in found[:show]], passed
+    return [choice for _, _, choice in ranked[:show]], passed
 
 
 def planner(

@@ -93,27 +93,27 @@ class PreferredAnswers:
     def _losses(self, margins: Array) -> Array:
         """Return the loss of each pair from its margin in nats, ``[pairs]``."""
         beta, kind = self._update.beta, self._update.loss_type
-        found: Array
+        losses: Array
         if kind == "hinge":
-            found = np.maximum(0.0, 1 - beta * margins)
+            losses = np.maximum(0.0, 1 - beta * margins)
         elif kind == "ipo":
-            found = (margins - 1 / (2 * beta)) ** 2
+            losses = (margins - 1 / (2 * beta)) ** 2
         else:
-            found = np.logaddexp(0, -beta * margins)
-        return found
+            losses = np.logaddexp(0, -beta * margins)
+        return losses
 
     def _slopes(self, margins: Array) -> Array:
         """Return minus the derivative of the loss by the margin, ``[pairs]``."""
         beta, kind = self._update.beta, self._update.loss_type
-        found: Array
+        slopes: Array
         if kind == "hinge":
-            found = np.where(beta * margins < 1, beta, 0.0)
+            slopes = np.where(beta * margins < 1, beta, 0.0)
         elif kind == "ipo":
-            found = 1 / beta - 2 * margins
+            slopes = 1 / beta - 2 * margins
         else:
-            found = beta * np.exp(-np.logaddexp(0, beta * margins))
+            slopes = beta * np.exp(-np.logaddexp(0, beta * margins))
         # A margin that is no number makes its user's gradient zero, also where a branch hides it.
-        return np.where(np.isfinite(margins), found, np.nan)
+        return np.where(np.isfinite(margins), slopes, np.nan)
 
 
 def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> Responses:

@@ -63,10 +63,10 @@ def compared(before: Evaluated | None, after: Evaluated | None) -> dict[str, Com
     return {"reward": compare(before.rewards, after.rewards)}
 
 
-def comparison_metrics(found: Mapping[str, Comparison]) -> dict[str, float]:
+def comparison_metrics(comparisons: Mapping[str, Comparison]) -> dict[str, float]:
     """Return the win rates and their 95% intervals as ``public_NAME_win_rate``, ``…_low/high``."""
     metrics = {}
-    for name, one in found.items():
+    for name, one in comparisons.items():
         rate = one.win_rate
         if rate.prompts:
             metrics[f"public_{name}_win_rate"] = rate.rate
@@ -123,8 +123,8 @@ def evaluate(
     scored = score_responses(scorer, responses)
     if compute_metrics is not None:
         with kept_process_state():
-            told = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
-        measures |= _further(told, {"reward", *measures}, len(responses.texts))
+            metrics = compute_metrics(responses.texts, scored.values, responses.prompts.prompts)
+        measures |= _further(metrics, {"reward", *measures}, len(responses.texts))
     return Evaluated(scored.values, responses, measures)
 
 
@@ -132,38 +132,39 @@ ComputeMetrics = Callable[[Sequence[str], NDArray[np.float64], Sequence[Any]], A
 """From the responses, their rewards and the prompts, ``[prompts]`` each, to numbers by name."""
 
 
-def _further(told: Any, taken: set[str], prompts: int) -> dict[str, RewardEstimate]:
-    """Return what ``compute_metrics`` told as measures, which have no standard error."""
-    if not isinstance(told, Mapping):
+def _further(metrics: Any, taken: set[str], prompts: int) -> dict[str, RewardEstimate]:
+    """Return what ``compute_metrics`` gave as measures, which have no standard error."""
+    if not isinstance(metrics, Mapping):
         raise DprlhfError(
-            f"compute_metrics: it must return a dictionary of numbers, not a {type(told).__name__}"
+            "compute_metrics: it must return a dictionary of numbers, not a"
+            f" {type(metrics).__name__}"
         )
-    found = {}
-    for name, value in told.items():
+    measured = {}
+    for name, value in metrics.items():
         if name in taken:
             raise DprlhfError(f"compute_metrics: {name!r} is measured already: give another name")
         try:
-            found[name] = RewardEstimate(float(value), math.nan, prompts)
+            measured[name] = RewardEstimate(float(value), math.nan, prompts)
         except (TypeError, ValueError, RuntimeError):  # also an array or tensor of several numbers
             raise DprlhfError(
                 f"compute_metrics: {name!r} must be a number, not a {type(value).__name__}"
             ) from None
-    return found
+    return measured
 
 
 def _joined(
-    found: Sequence[Responses], order: NDArray[np.int64], prompts: Prompts, pad: int
+    parts: Sequence[Responses], order: NDArray[np.int64], prompts: Prompts, pad: int
 ) -> Responses:
     """Return the responses of all processes as one process would have sampled them."""
-    width = max(some.tokens.shape[1] for some in found)
+    width = max(some.tokens.shape[1] for some in parts)
 
     def whole(name: str, value: int) -> torch.Tensor:
-        tensors = [getattr(some, name) for some in found]
+        tensors = [getattr(some, name) for some in parts]
         return torch.cat([F.pad(x, (width - x.shape[1], 0), value=value) for x in tensors])[order]
 
-    texts = [text for some in found for text in some.texts]
-    asked = [prompt for some in found for prompt in some.prompts.prompts]
-    left_out = [some.left_out for some in found if some.left_out is not None]
+    texts = [text for some in parts for text in some.texts]
+    asked = [prompt for some in parts for prompt in some.prompts.prompts]
+    left_out = [some.left_out for some in parts if some.left_out is not None]
     _, user = np.unique(prompts.users, return_inverse=True)
     of_all = {
         "tokens": whole("tokens", pad),
@@ -177,42 +178,42 @@ def _joined(
         "grid": np.empty(0, dtype=np.int64),
         "left_out": np.concatenate(left_out)[order] if left_out else None,
     }
-    return Responses(**{**vars(found[0]), **of_all})
+    return Responses(**{**vars(parts[0]), **of_all})
 
 
 SAMPLES = 5
 """Number of public responses that each evaluation during the run keeps."""
 
 
-def first_samples(found: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
+def first_samples(evaluated: Evaluated, round_: int) -> Iterator[dict[str, Any]]:
     """Yield the first few prompts and responses of an evaluation during the run, with rewards."""
-    for row, text in enumerate(found.responses.texts[:SAMPLES]):
+    for row, text in enumerate(evaluated.responses.texts[:SAMPLES]):
         yield {
             "round": round_,
-            "prompt": found.responses.prompts.prompts[row],
+            "prompt": evaluated.responses.prompts.prompts[row],
             "response": text,
-            "reward": float(found.rewards[row]),
+            "reward": float(evaluated.rewards[row]),
         }
 
 
 def samples(before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
     """Return every public prompt with both policies' responses and their rewards."""
-    found = []
+    shown = []
     for row, prompt in enumerate(after.responses.prompts.prompts):
         sample: dict[str, Any] = {"prompt": prompt}
         for when, one in (("before", before), ("after", after)):
             sample[when] = one.responses.texts[row]
             sample[f"reward_{when}"] = float(one.rewards[row])
-        found.append(sample)
-    return found
+        shown.append(sample)
+    return shown
 
 
 def figures(before: Evaluated, after: Evaluated) -> dict[str, Any]:
     """Return the estimates of both policies by name, and how they compare."""
     both = {"before": before, "after": after}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         when: {name: estimate.as_dict() for name, estimate in one.estimates.items()}
         for when, one in both.items()
     }
-    found["compared"] = {name: one.as_dict() for name, one in compared(before, after).items()}
-    return found
+    values["compared"] = {name: one.as_dict() for name, one in compared(before, after).items()}
+    return values

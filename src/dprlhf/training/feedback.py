@@ -261,11 +261,11 @@ class FromFeedback(Supervised):
             return super().update(run, batch)
         batch.bar.start("value", batch.users)
         scale = run.plan.clip_norm if math.isfinite(run.plan.clip_norm) else 1.0
-        found = batch.users.map(lambda users: self._vectors(run, users, scale))
+        contributions = batch.users.map(lambda users: self._vectors(run, users, scale))
         clipped = clipped_vectors(
-            found.map(lambda vectors: [(np.arange(len(vectors)), vectors)]),
+            contributions.map(lambda vectors: [(np.arange(len(vectors)), vectors)]),
             4,
-            extra=found.map(lambda vectors: np.zeros((len(vectors), 0))),
+            extra=contributions.map(lambda vectors: np.zeros((len(vectors), 0))),
             extra_norm=0.0,
             clip_norm=run.plan.clip_norm,
             reduce=run.processes.sum,
@@ -274,11 +274,11 @@ class FromFeedback(Supervised):
         released = batch.release(clipped.bounded)
         std = run.plan.noise_std_of(batch.t) / run.plan.expected_batch_size
         self._logged.add(released_values(released), std, scale)
-        told = {
+        metrics = {
             f"value_{n}_{k}": x for n, v in self.values(run).items() for k, x in asdict(v).items()
         }
         norms = clipped.norms.map(lambda lengths: lengths[lengths != 0])  # 0: no row can be read
-        return Outcome(released, norms, told, Private({}))
+        return Outcome(released, norms, metrics, Private({}))
 
     def _vectors(self, run: Run, users: NDArray[np.int64], scale: float) -> torch.Tensor:
         encoded = self.encoded(run, users)
@@ -298,11 +298,11 @@ class FromFeedback(Supervised):
     def write(self, run: Run, before: Losses, after: Losses) -> None:
         """Also write the value of the policy to ``evaluation.json`` and to the cards."""
         super().write(run, before, after)
-        if found := self.values(run):
+        if values := self.values(run):
             file = run.folder.evaluation
             held = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-            write_json(file, held | {"value": {n: asdict(v) for n, v in found.items()}})
-            note_value(run.folder, {n: str(v) for n, v in found.items()})
+            write_json(file, held | {"value": {n: asdict(v) for n, v in values.items()}})
+            note_value(run.folder, {n: str(v) for n, v in values.items()})
 
     def result(self, run: Run, before: Losses, after: Losses) -> FeedbackResult:
         """Return the tuned model, the guarantee, the public losses and the value of the policy."""

@@ -75,13 +75,13 @@ class Guidance:
         batch.bar.start("public gradients", Private(own))
 
         def of_all(vectors: torch.Tensor) -> torch.Tensor:
-            found = vectors.new_zeros(len(prompts), run.policy.dimension)
-            found[own] = vectors
-            return processes.sum(found)
+            of_prompts = vectors.new_zeros(len(prompts), run.policy.dimension)
+            of_prompts[own] = vectors
+            return processes.sum(of_prompts)
 
         vectors, avoided = gradients(prompts.take(own))
-        found = of_all(vectors)
-        if not bool(found.nan_to_num().any()):
+        of_prompts = of_all(vectors)
+        if not bool(of_prompts.nan_to_num().any()):
             if self._subspace is not None:
                 return self._subspace  # where all scores are alike there is nothing to be learned
             raise DprlhfError(
@@ -90,7 +90,7 @@ class Guidance:
                 " (rollout.mask_truncated); do its rows have the columns that rewards name?"
             )
         fitted = fit_subspace(
-            found,
+            of_prompts,
             self._settings.rank,
             clip_norm=run.plan.clip_norm,
             mean_first=self._settings.mean_first,

@@ -176,8 +176,8 @@ def distance_by_padding(policy: CausalLMPolicy, shapes: Shapes) -> float:
     plain = policy.model(input_ids=row[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
     of_pass = policy.model(**inputs, use_cache=False).logits[0, -len(response) :]
     expected = plain.float().softmax(1)
-    found = (x.float().softmax(1) for x in (torch.cat(seen[: len(response)]), of_pass))
-    return max(float((x - expected).abs().sum(1).mean() / 2) for x in found)
+    distributions = (x.float().softmax(1) for x in (torch.cat(seen[: len(response)]), of_pass))
+    return max(float((x - expected).abs().sum(1).mean() / 2) for x in distributions)
 
 
 def contributions(

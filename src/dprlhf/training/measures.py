@@ -50,12 +50,12 @@ def drift_warnings(
     after: PolicyEstimate | None,
 ) -> list[str]:
     """Return what the RELEASED and public values of a run say against its result."""
-    found = []
+    messages = []
     steps = [line for line in rounds if "released_gradient_norm" in line]
     released = sum(line["released_gradient_norm"] ** 2 for line in steps)
     noise = sum(line["expected_noise_norm"] ** 2 for line in steps)
     if noise and released < 1.1 * noise:
-        found.append(
+        messages.append(
             "the released gradients of all rounds together are about as long as noise alone: what"
             " was learned is mostly noise; take more users, fewer dimensions or a larger epsilon"
         )
@@ -67,21 +67,21 @@ def drift_warnings(
     public = after.mean if after is not None else 0.0
     last, error = means[-1] if means else (0.0, 0.0)
     if abs(public) > 0.9 * reward_range or abs(last) - 2 * error > 0.9 * reward_range:
-        found.append(
+        messages.append(
             f"the mean reward is close to the range of {reward_range:g} to which rewards are"
             " clipped, where they differ no more: raise reward_range, or scale the reward"
         )
     if before is None or after is None:
-        return found
+        return messages
     moved = after.measures.get("kl_per_token")
     texts = before.measures.get("perplexity"), after.measures.get("perplexity")
     far = moved is not None and moved.mean > 1
     if far or (texts[0] and texts[1] and texts[1].mean > 2 * texts[0].mean):
-        found.append(
+        messages.append(
             "the policy is far from the base model (KL divergence above 1 nat a token, or twice the"
             " perplexity): read its texts; a penalty keeps it closer (kl.beta), or shorter steps"
         )
-    return found
+    return messages
 
 
 @dataclass(frozen=True)
@@ -174,18 +174,18 @@ def measure(
     """Measure PUBLIC responses of a policy: what reveals reward hacking while the reward rises."""
     lengths = responses.response_mask.sum(1)
     tokens, count = responses.policy_mask.sum(1).double().numpy(), len(lengths)
-    found = {
+    measures = {
         "response_tokens": estimate(tokens),
         "ended_share": estimate(ended(policy, responses).astype(np.float64)),
         "distinct_1": RewardEstimate(distinct(responses.texts, 1), math.nan, count),
         "distinct_2": RewardEstimate(distinct(responses.texts, 2), math.nan, count),
     }
     if logs is None:
-        return found
+        return measures
     likelihood = _per_token(-logs.plain.sum(1), tokens)
     perplexity = math.exp(likelihood.mean)
     return {
-        **found,
+        **measures,
         # Nats in a response: the plain estimator (TRL's k1) of KL(π ‖ μ) at the sampling
         # temperature, without top-k, top-p and min-p, which would make it infinite.
         "kl": estimate(-logs.ratio.sum(1)),

@@ -73,8 +73,8 @@ class RewardModel:
     def rise(self, moved: Travel) -> Array:
         """Return the predicted rise of the mean reward after each round, ``[rounds]``."""
         gained = self.most * -np.expm1(-self.rate * moved.along)
-        found: Array = gained - 0.5 * self.rate**2 * moved.across
-        return found
+        rise: Array = gained - 0.5 * self.rate**2 * moved.across
+        return rise
 
 
 def reward_model(signal: Signal, start: float, reward_range: float) -> RewardModel | None:

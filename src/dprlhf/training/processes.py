@@ -163,8 +163,8 @@ class Processes:
 
         self._meet()
         with self._together():
-            found: list[T] = gather_object([value])
-        return found
+            gathered: list[T] = gather_object([value])
+        return gathered
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run an action on the main process; every process gets its value, or its error.

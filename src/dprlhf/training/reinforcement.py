@@ -201,8 +201,8 @@ class Reinforcement:
         )
         check_declared(self.rewards, self.recipe, users.column_names)
         # Earlier private runs of reward models must be accounted for.
-        found = {f"rewards.{i}": reward.model for i, reward in enumerate(self.rewards)}
-        self._sources.models |= {key: model for key, model in found.items() if model is not None}
+        models = {f"rewards.{i}": reward.model for i, reward in enumerate(self.rewards)}
+        self._sources.models |= {key: model for key, model in models.items() if model is not None}
         self.recipe = processes.on_main(
             lambda: with_batch_size(self.recipe, plan, policy, processes.count)
         )
@@ -383,18 +383,18 @@ class Reinforcement:
                     )
         reward = self._last_reward
         self._valid.add(reward.valid_share, reward.valid_std, run.plan.expected_batch_size)
-        found = (
+        problem = (
             f"the released share of users with valid rewards is {self._valid.mean:.2f} ±"
             f" {self._valid.error(max(self._valid.mean, 0.0)):.2f} after {self._valid.rounds}"
             f" rounds: check the reward (its first error is in {run.folder.operator})"
         )
         if self._valid.is_below(NEAR_ZERO):
             raise DprlhfError(
-                f"{found}; nothing is lost, but the users of the first {t} rounds are spent"
+                f"{problem}; nothing is lost, but the users of the first {t} rounds are spent"
             )
         if not self._warned and self._valid.is_below(HEALTHY) and run.processes.main:
             self._warned = True
-            run.progress.warn(found)
+            run.progress.warn(problem)
 
     # --- evaluation, and what the run leaves ------------------------------------------------
 
@@ -411,7 +411,7 @@ class Reinforcement:
         processes = None if during else run.processes  # during the run the main process is alone
         share = len(self.public) / (processes.count if processes else 1)
         with run.progress.bar(description, math.ceil(share)) as tick:
-            found = evaluate(
+            measured = evaluate(
                 run.policy,
                 self.scorer,
                 self.public,
@@ -424,8 +424,8 @@ class Reinforcement:
                 compute_metrics=self._sources.compute_metrics,
             )
         if run.policy.is_base:
-            self._before = found
-        return found
+            self._before = measured
+        return measured
 
     def seconds_a_round(self, run: Run) -> float | None:
         """Time a response's phases on public prompts, or without them on neutral ones."""
@@ -461,29 +461,29 @@ class Reinforcement:
 
     def result(self, run: Run, before: Evaluated | None, after: Evaluated | None) -> Result:
         """Return the tuned policy, the guarantee and the public rewards."""
-        found = compared(before, after)
+        comparison = compared(before, after)
         return Result(
             folder=run.folder,
             plan=run.plan,
             before=before.estimate if before else None,
             after=after.estimate if after else None,
-            difference=found["reward"].difference if found else None,
+            difference=comparison["reward"].difference if comparison else None,
             samples=samples(before, after) if before and after else [],
             policy=run.policy,
-            compared=found,
+            compared=comparison,
         )
 
 
 def _rewards(scored: Scores) -> dict[str, Any]:
     """Return this process's raw rewards and what they logged for ``secret/``, JSON-ready."""
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "reward_mean": float(scored.values.mean()) if len(scored.values) else None,
         "reward_failures": dict(scored.failures),
         "reward_problem": scored.problem or None,
     }
     if scored.logged.metrics or scored.logged.extra:
-        found["reward_logged"] = {
+        metrics["reward_logged"] = {
             "metrics": dict(scored.logged.metrics),
             "extra": dict(scored.logged.extra),
         }
-    return found
+    return metrics

@@ -75,11 +75,11 @@ def check_rewards(
     rollout = public_sampling_settings(recipe.rollout, len(some), responses)
     sampled = sample_public(policy, some, recipe, rollout, "evaluation")
     rows = rows_to_score(sampled)
-    lacking = {r.name: found for r in rewards if (found := lacking_columns(r, rows))}
+    lacking = {r.name: missing for r in rewards if (missing := lacking_columns(r, rows))}
     unchecked: dict[str, str] = {}
-    for name, found in lacking.items():
-        if not (private and {*found} <= {*columns}):
-            column = found[0]
+    for name, missing in lacking.items():
+        if not (private and {*missing} <= {*columns}):
+            column = missing[0]
             needs = f"reward {name!r} needs the column {column!r}, which the"
             if column in columns:
                 named = ", ".join(sorted(rows.columns)) or "none"
@@ -93,7 +93,7 @@ def check_rewards(
                 f"{needs} prompts lack (their columns: {', '.join(columns)}): {hint} it, or give"
                 " the parameter a default"
             )
-        unchecked[name] = f"needs {', '.join(found)}, which no public prompt has"
+        unchecked[name] = f"needs {', '.join(missing)}, which no public prompt has"
     checked, reports, nowhere = [], [], None
     with captured(None):  # a reward's own output would corrupt a plan that is printed as JSON
         for reward in rewards:

@@ -38,8 +38,8 @@ class Summarised:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}: {value}" for name, value in self.summary)
-        return f"<{type(self).__name__}: {told}>"
+        lines = ", ".join(f"{name}: {value}" for name, value in self.summary)
+        return f"<{type(self).__name__}: {lines}>"
 
     def _repr_html_(self) -> str:
         rows = (f"<tr><th>{escape(n)}</th><td>{escape(v)}</td></tr>" for n, v in self.summary)

@@ -52,12 +52,12 @@ def measure_signal(
     alone = prompts.changed(users=users, slots=slots)
     sampled = sample_public(policy, alone, recipe, rollout, "signal")
     scores = score_responses(scorer, sampled)
-    found = {}
+    signals = {}
     for count in responses:
         of_prompt = np.arange(len(sampled.user)) % max(responses)
         rows = np.flatnonzero(of_prompt < count)
-        found[count] = _signal(policy, recipe, sampled.take(rows), scores.take(rows))
-    return Probe(found, float(scores.values[scores.valid].mean()), len(prompts))
+        signals[count] = _signal(policy, recipe, sampled.take(rows), scores.take(rows))
+    return Probe(signals, float(scores.values[scores.valid].mean()), len(prompts))
 
 
 def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores: Scores) -> Signal:
@@ -78,8 +78,10 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
     half, avoid = len(vectors) // 2, None
     if subspace.keep_perplexity:
         size = recipe.update.batch_size
-        found = likelihood_gradients(policy, responses, batch_size=size, optimizer=optimizer, t=1)
-        avoid = found[:half]
+        gradients = likelihood_gradients(
+            policy, responses, batch_size=size, optimizer=optimizer, t=1
+        )
+        avoid = gradients[:half]
     fitted = fit_subspace(
         vectors[:half],
         subspace.rank,

@@ -205,15 +205,15 @@ class Supervised:
             self.task.encode(policy, public.select(some, missing=False))
 
         for part in np.array_split(rows, -(-len(rows) // 1024) or 1):
-            found = failure_message(partial(read, part), quoted=False)
-            if not found:
+            message = failure_message(partial(read, part), quoted=False)
+            if not message:
                 continue
             for row in part:
                 if alone := failure_message(partial(read, np.array([row])), quoted=False):
-                    found = f"{alone} (row {row + 1})"
+                    message = f"{alone} (row {row + 1})"
                     break
-            where = key.removesuffix("data") if found.startswith("data.") else f"{key}: "
-            raise DprlhfError(where + found)
+            where = key.removesuffix("data") if message.startswith("data.") else f"{key}: "
+            raise DprlhfError(where + message)
 
     def load(self, prepared: PreparedRun) -> None:
         """Check the public rows of ``update.subspace``; everything else is loaded before."""
@@ -299,9 +299,9 @@ class Supervised:
             return {}
         with run.progress.bar(description, len(self.public)) as tick:
             encoded = self.task.encode(run.policy, self.public)
-            found = self.task.losses(run.policy, encoded, self.recipe.update.batch_size)
+            losses = self.task.losses(run.policy, encoded, self.recipe.update.batch_size)
             tick(len(self.public))
-        return {name: estimate(v) for name, v in zip(self.task.metrics, found, strict=True)}
+        return {name: estimate(v) for name, v in zip(self.task.metrics, losses, strict=True)}
 
     def seconds_a_round(self, run: Run) -> float | None:
         """Time the gradient of a micro-batch of public rows."""

@@ -47,8 +47,8 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
         )
     rows = rows_from(given, "prompt")
     if "prompt" not in rows.column_names and not may_lack_prompts:
-        found = ", ".join(rows.column_names)
-        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {found}")
+        names = ", ".join(rows.column_names)
+        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {names}")
     if images := [column for column in rows.column_names if column in ("image", "images")]:
         raise DprlhfError(
             f"{name}: the column {images[0]!r} would be given to the model in TRL, and the models"
@@ -82,14 +82,14 @@ def adapter_in(model: Any, peft_config: Any) -> Any:
         raise DprlhfError(
             "peft_config: the model has an adapter already (get_peft_model): give one of both"
         )
-    found = fresh_lora(model)
-    if found is None:
+    adapter = fresh_lora(model)
+    if adapter is None:
         raise DprlhfError(
             "model: of adapters in a PeftModel one LoRA is taken, without DoRA or modules beside"
             " it, and before it has been trained: give the base model and peft_config; to build on"
             " a trained adapter, merge_and_unload() it first"
         )
-    return found
+    return adapter
 
 
 def without_adapter(model: Any) -> Any:

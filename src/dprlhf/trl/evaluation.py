@@ -84,10 +84,10 @@ def _repeated(compute_metrics: ComputeMetrics | None, public: Prompts) -> Comput
     return told
 
 
-def check_best(metric: str, found: Evaluated) -> None:
+def check_best(metric: str, of_start: Evaluated) -> None:
     """Check that evaluations during a run have the metric of ``metric_for_best_model``."""
-    told = {**as_metrics(found.estimates), **comparison_metrics(compared(found, found))}
-    names = as_evaluation(dict.fromkeys(told, 0.0))
+    metrics = {**as_metrics(of_start.estimates), **comparison_metrics(compared(of_start, of_start))}
+    names = as_evaluation(dict.fromkeys(metrics, 0.0))
     if name_of_best(metric) not in names:
         raise DprlhfError(
             f"metric_for_best_model={metric!r}: no evaluation of public prompts has it: take one of"
@@ -106,15 +106,15 @@ def metrics_of(compute_metrics: Any) -> ComputeMetrics | None:
         )
 
     def told(texts: Any, rewards: Any, prompts: Any) -> Any:
-        found = compute_metrics(EvalPrediction(texts, rewards, prompts))
-        if not isinstance(found, Mapping):
-            return found
-        return {str(name).removeprefix("eval_"): value for name, value in found.items()}
+        metrics = compute_metrics(EvalPrediction(texts, rewards, prompts))
+        if not isinstance(metrics, Mapping):
+            return metrics
+        return {str(name).removeprefix("eval_"): value for name, value in metrics.items()}
 
     return told
 
 
-def public_values(found: PolicyEstimate) -> dict[str, float]:
+def public_values(estimate: PolicyEstimate) -> dict[str, float]:
     """Return an estimate on public prompts under TRL's names."""
-    reward = RewardEstimate(found.mean, found.standard_error, found.prompts)
-    return as_evaluation(as_metrics({"reward": reward, **found.measures}))
+    reward = RewardEstimate(estimate.mean, estimate.standard_error, estimate.prompts)
+    return as_evaluation(as_metrics({"reward": reward, **estimate.measures}))

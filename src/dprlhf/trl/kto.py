@@ -141,8 +141,8 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
             self.recipe = self._settled = spec.model_copy(update={"data": data})
         return policy
 
-    def _public_values(self, found: Any) -> dict[str, float]:
-        return as_evaluation(as_metrics(found))
+    def _public_values(self, measured: Any) -> dict[str, float]:
+        return as_evaluation(as_metrics(measured))
 
     def _evaluated(self, rows: Any, count: int | None = None, **given: Any) -> Any:
         """Return the loss on public rows."""

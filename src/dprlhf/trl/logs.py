@@ -42,8 +42,8 @@ def as_evaluation(values: Mapping[str, Any], prefix: str = "eval") -> dict[str, 
     logs = {}
     for name, value in values.items():
         if name.startswith("public_") and value is not None:
-            told = _PUBLIC.get(name, f"eval_{name.removeprefix('public_')}")
-            logs[prefix + told.removeprefix("eval")] = value
+            key = _PUBLIC.get(name, f"eval_{name.removeprefix('public_')}")
+            logs[prefix + key.removeprefix("eval")] = value
     return logs
 
 

@@ -213,16 +213,16 @@ def _policy(args: Any) -> dict[str, Any]:
 
 def _contribution(args: Any) -> dict[str, Any]:
     """Return how each user's contribution is computed and released."""
-    found = {
+    settings = {
         "clip_norm": math.inf if args.is_baseline else args.privacy_clip_norm,
         "batch_size": args.per_device_train_batch_size,
     }
     given = args.privacy_subspace
     if given == AUTO:  # left to the public rows
-        return found
+        return settings
     if isinstance(given, str):  # it was set after the config was made, which reads JSON
         raise DprlhfError(f"privacy_subspace: give a mapping, not {given!r}")
-    return {**found, "subspace": given}
+    return {**settings, "subspace": given}
 
 
 def _data(args: Any) -> dict[str, Any]:

@@ -414,13 +414,13 @@ class PrivateTrainer(Generic[C]):
 
     def _end(self) -> TrainOutput:
         """Return what TRL's ``train`` returns, after the last round."""
-        log, found = self._log, self.result
+        log, result = self._log, self.result
         metrics: dict[str, Any] = {}
-        if found is not None:
+        if result is not None:
             log.state.global_step = log.state.max_steps
-        if found is not None and found.before is not None and found.after is not None:
-            log.evaluation(0, self._public_values(found.before))
-            metrics = self._public_values(found.after)
+        if result is not None and result.before is not None and result.after is not None:
+            log.evaluation(0, self._public_values(result.before))
+            metrics = self._public_values(result.after)
             log.evaluation(log.state.max_steps, metrics)
         card = self.privacy
         spent = {name: as_number(card[name]) for name in ("epsilon", "delta")}
@@ -430,15 +430,15 @@ class PrivateTrainer(Generic[C]):
         )
         log.write({**last, "train_loss": math.nan, **spent})
         log.call("on_train_end")
-        if self.args.push_to_hub and found is not None:
+        if self.args.push_to_hub and result is not None:
             self.push_to_hub()
         if Processes.connect().main:
             print(f"dprlhf: guarantee: {guarantee_sentence(card)}", file=sys.stderr)
         return TrainOutput(log.state.global_step, math.nan, metrics | spent)
 
-    def _public_values(self, found: Any) -> dict[str, float]:
+    def _public_values(self, measured: Any) -> dict[str, float]:
         """Return a run's evaluation on public rows under TRL's names."""
-        return public_values(found)
+        return public_values(measured)
 
     # --- public evaluation, and what the run leaves --------------------------------------------
 
@@ -512,9 +512,9 @@ class PrivateTrainer(Generic[C]):
         if self._public is None or (self._metrics is None and not watched):
             return
         count = section.prompts if section is not None else None  # as many as the run evaluates
-        found = self._evaluated(self._public, count, log_probs=watched, first=TRIED)
+        evaluated = self._evaluated(self._public, count, log_probs=watched, first=TRIED)
         if watched:
-            check_best(best, found)
+            check_best(best, evaluated)
 
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False

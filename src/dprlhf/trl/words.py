@@ -43,12 +43,12 @@ def told(text: str) -> str:
     >>> told("rollout.responses must be even, not 3")
     'rollout.responses must be even, not 3 (of this trainer: num_generations)'
     """
-    found = []
+    parts = []
     for key, name in NAMES.items():
         pattern = _PROSE.get(key, rf"(?<![\w.]){re.escape(key)}(?![\w.])")
-        if name not in text and name not in found and re.search(pattern, text):
-            found.append(name)
-    return f"{text} (of this trainer: {', '.join(found)})" if found else text
+        if name not in text and name not in parts and re.search(pattern, text):
+            parts.append(name)
+    return f"{text} (of this trainer: {', '.join(parts)})" if parts else text
 
 
 @contextlib.contextmanager

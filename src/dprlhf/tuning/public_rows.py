@@ -57,17 +57,20 @@ def public_rows(
     # fitted stands in for a user: along its own direction it would do better than any user.
     final = recipe.evaluation.prompts if recipe.evaluation is not None else 0
     spec = _spec(recipe, file)
-    found = rows_of(spec, rows if file is None else None)
-    if spec.prompt_column not in found.column_names:
+    all_rows = rows_of(spec, rows if file is None else None)
+    if spec.prompt_column not in all_rows.column_names:
         raise DprlhfError(
             f"tuning: there is no column {spec.prompt_column!r} in {spec.path!r}: stand-ins are"
             " told apart by their prompts, also where an environment gives the prompt"
         )
-    apart = _prompts_apart(recipe, found if file is None else None, rows)
+    apart = _prompts_apart(recipe, all_rows if file is None else None, rows)
     if file is None:
-        fitted, rest = _range(found, final, final + HELD_OUT), _range(found, final + HELD_OUT, None)
+        fitted, rest = (
+            _range(all_rows, final, final + HELD_OUT),
+            _range(all_rows, final + HELD_OUT, None),
+        )
     else:
-        fitted, rest = _range(found, 0, HELD_OUT), _range(found, HELD_OUT, None)
+        fitted, rest = _range(all_rows, 0, HELD_OUT), _range(all_rows, HELD_OUT, None)
     new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in apart]
     if len(new) < scored + _FEWEST:
         left = f" after the {final} of the evaluation and {HELD_OUT} for fitting" if final else ""
@@ -110,12 +113,12 @@ def _spec(recipe: Recipe, file: Path | None) -> Data:
     return recipe.evaluation.data.like(recipe.data)
 
 
-def _prompts_apart(recipe: Recipe, found: Any, rows: Any) -> set[str]:
+def _prompts_apart(recipe: Recipe, dataset: Any, rows: Any) -> set[str]:
     """Return the prompts that stand in for nobody: of the final evaluation and ``subspace``."""
     apart: set[str] = set()
     column = recipe.data.prompt_column
     if (evaluation := recipe.evaluation) is not None:
-        own = rows_of(evaluation.data.like(recipe.data), rows) if found is None else found
+        own = rows_of(evaluation.data.like(recipe.data), rows) if dataset is None else dataset
         last = min(evaluation.prompts, len(own))
         apart |= {str(prompt) for prompt in own[:last][column]}
     subspace = recipe.update.subspace

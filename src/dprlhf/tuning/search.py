@@ -37,7 +37,7 @@ _TRIALS_PLANNED = 12
 """The least number of trials that a search should have time for, or its stand-ins are fewer."""
 
 
-Told = Callable[[str], None]
+Write = Callable[[str], None]
 """Gets a line about what has ended."""
 
 
@@ -81,16 +81,18 @@ class Search:
         self._study.set_user_attr("stand_ins", self.stand_ins)
         self._before: Callable[[], None] = lambda: None
 
-    def run(self, told: Told = lambda line: None, beat: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, write: Write = lambda line: None, beat: Callable[[], None] = lambda: None
+    ) -> None:
         """Run trials until the time or their number is up, then the best ones again."""
         self._before = beat
         while self._time_for_one(SEARCH_SHARE) and not self._enough():
             self._line_up()
-            self._trial(told)
+            self._trial(write)
         while (settings := self._to_confirm()) is not None and self._time_for_one(1.0):
             parameters = settings.params
             self._study.enqueue_trial(parameters, user_attrs={"confirms": True})
-            self._trial(told)
+            self._trial(write)
 
     def result(self) -> Tuned:
         """Return what has been found so far."""
@@ -138,7 +140,7 @@ class Search:
             about = {"factor": factors[0]}
             self._study.enqueue_trial(self._own_parameters(factors[0]), user_attrs=about)
 
-    def _trial(self, told: Told) -> None:
+    def _trial(self, write: Write) -> None:
         """Run one trial, of the settings that are next in line or that the sampler proposes."""
         trial = self._study.ask()
         states = self._optuna.trial.TrialState
@@ -173,14 +175,14 @@ class Search:
             )
         except StoppedEarlyError:
             self._study.tell(trial, state=states.PRUNED)
-            told(f"{name}: stopped early")
+            write(f"{name}: stopped early")
         except DprlhfError as error:
             if first:
                 self._study.tell(trial, state=states.FAIL)
                 raise
             trial.set_user_attr("error", str(error))
             self._study.tell(trial, state=states.FAIL)
-            told(f"{name}: {error}")
+            write(f"{name}: {error}")
         except BaseException:
             self._study.tell(trial, state=states.FAIL)
             raise
@@ -189,7 +191,7 @@ class Search:
             for key in ("kl", "excess", "seconds"):
                 trial.set_user_attr(key, getattr(run, key))
             self._study.tell(trial, run.score)
-            told(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}, KL {run.kl:.3g}")
+            write(f"{name}: {run.score:+.3f} ± {run.rise.standard_error:.3f}, KL {run.kl:.3g}")
         self._before()
 
     def _to_confirm(self) -> Any:
@@ -217,16 +219,16 @@ class Search:
 
     def _own_parameters(self, factor: float) -> dict[str, Any]:
         """Return the parameters of the recipe as it is, with a multiple of its learning rate."""
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
 
         def own(parameter: Parameter) -> Any:
             scaled = factor if parameter.key == "optimizer.learning_rate" else 1.0
             value = parameter.own if parameter.choices is not None else scaled * parameter.own
-            found[parameter.name] = value
+            parameters[parameter.name] = value
             return value
 
         draw(self._recipe, self._keys, own)
-        return found
+        return parameters
 
     # --- time and storage -----------------------------------------------------------------------
 

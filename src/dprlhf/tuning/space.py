@@ -155,11 +155,11 @@ def _parameter(key: str, recipe: Recipe, own: Recipe) -> Parameter | None:
         return Parameter(key, name, centre, low=centre / search.factor, high=centre * search.factor)
     if current is None and value_at(recipe, key.rpartition(".")[0]) is None:
         return None  # its section is not in the recipe
-    found = {json.dumps(current): current}
+    options = {json.dumps(current): current}
     for value in search.of(own if key != "optimizer.momentum" else recipe):
         if _accepted(own if key != "optimizer.momentum" else recipe, key, value):
-            found[json.dumps(value)] = value
-    choices = tuple(sorted(found))
+            options[json.dumps(value)] = value
+    choices = tuple(sorted(options))
     return Parameter(key, key, json.dumps(current), choices) if len(choices) > 1 else None
 
 

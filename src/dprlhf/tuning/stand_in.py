@@ -31,7 +31,7 @@ import numpy as np
 from dprlhf.data.in_memory import InMemoryInputs, rows_of
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.privacy.accounting import Epsilon
+from dprlhf.privacy.accounting import PrivacyCost
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, PublicData, Recipe
 from dprlhf.runs.folder import RunFolder
@@ -119,7 +119,7 @@ def stand_in_plan(private: Plan, stand_ins: int, clip_norm: float | None = None)
         mechanism=mechanism.with_noise(z),
         clip_norm=private.clip_norm if clip_norm is None else clip_norm,
         expected_batch_size=batch,
-        guarantee=Epsilon(math.inf, math.inf, private.guarantee.delta, NO_USERS, ()),
+        guarantee=PrivacyCost(math.inf, math.inf, private.guarantee.delta, NO_USERS, ()),
     )
 
 
@@ -258,5 +258,5 @@ def _temporary_folder() -> Any:
             report = folder.secret / "error.txt"
             if not report.is_file():
                 raise
-            told = one_line(report.read_text("utf-8").strip().splitlines()[-1])
-            raise DprlhfError(f"the run on stand-ins failed: {told}") from None
+            message = one_line(report.read_text("utf-8").strip().splitlines()[-1])
+            raise DprlhfError(f"the run on stand-ins failed: {message}") from None

@@ -25,8 +25,8 @@ class Tried:
     excess: float = 0.0  # :attr:`StandInRun.excess` of these settings
 
     def __str__(self) -> str:
-        told = f"{_runs(self.runs)}, KL {self.kl:.3g}"
-        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({told})"
+        text = f"{_runs(self.runs)}, KL {self.kl:.3g}"
+        return f"{self.score:+.3f} ± {self.standard_error:.3f} ({text})"
 
 
 @dataclass(frozen=True)

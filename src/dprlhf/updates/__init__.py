@@ -24,8 +24,8 @@ class _Updates(Mapping[str, UpdateFunction]):
 
     def __getitem__(self, name: str) -> UpdateFunction:
         module, _, function = _FUNCTIONS[name].partition(".")
-        found: UpdateFunction = getattr(importlib.import_module(f"{__name__}.{module}"), function)
-        return found
+        update: UpdateFunction = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        return update
 
     def __iter__(self) -> Iterator[str]:
         return iter(_FUNCTIONS)

@@ -109,11 +109,11 @@ def _stacked(
     policy: CausalLMPolicy, vectors: Iterable[tuple[NDArray[np.int64], torch.Tensor]], users: int
 ) -> torch.Tensor:
     parameter = next(iter(policy.parameters.values()))
-    found = torch.zeros(users, policy.dimension, dtype=parameter.dtype)
+    stacked = torch.zeros(users, policy.dimension, dtype=parameter.dtype)
     for places, of_places in vectors:
         real = places >= 0
-        found[places[real]] = of_places[torch.from_numpy(real)].to(found)
-    return found
+        stacked[places[real]] = of_places[torch.from_numpy(real)].to(stacked)
+    return stacked
 
 
 class _SummandsError(Exception):

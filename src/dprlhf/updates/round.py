@@ -109,10 +109,10 @@ class PrivateRound(Generic[P, R]):
             every_row: Compute all rows. Otherwise rows sampled from π_t may be left at 0.
         """
         if self._log_ratio is None or every_row > self._log_ratio[0]:
-            found = self.responses.map(
+            ratios = self.responses.map(
                 lambda given: _log_ratio(self.policy, given, batch_size, every_row=every_row)
             )
-            self._log_ratio = every_row, found
+            self._log_ratio = every_row, ratios
         return self._log_ratio[1]
 
     def clipped_sum(self, weights: Private[NDArray[np.float64]], *, batch_size: int) -> ClippedSum:
@@ -228,11 +228,11 @@ def _log_ratio(
     responses = language_model_rows(rows)
     if every_row:
         return log_ratio_to_base(policy, responses, batch_size)
-    found = np.zeros(tuple(responses.response_mask.shape))
+    ratios = np.zeros(tuple(responses.response_mask.shape))
     chosen = np.flatnonzero(responses.from_base)
     if len(chosen):
-        found[chosen] = log_ratio_to_base(policy, responses.take(chosen), batch_size)
-    return found
+        ratios[chosen] = log_ratio_to_base(policy, responses.take(chosen), batch_size)
+    return ratios
 
 
 def counted_rows(responses: Rows, valid: NDArray[np.bool_]) -> NDArray[np.bool_]:

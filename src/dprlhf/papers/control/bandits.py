@@ -146,13 +146,13 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
         oracle = _oracle(name, d, m, epsilon, key, t)
         delta = 0.0 if isinstance(oracle, Exponential) else DELTA
         try:
-            found = fit(
+            fitted = fit(
                 oracle, phi, worth, epsilon=epsilon, delta=delta, adjacency=ADJACENCY,
                 key=_key(seed, name, users, epsilon, t),
             )  # fmt: skip
         except DprlhfError:  # ISSP, with too few users for d
             return math.nan
-        w = project(found.w, 2.0).numpy()
+        w = project(fitted.w, 2.0).numpy()
         theta = theta + 8.0 / math.sqrt(rounds) * w * math.sqrt(d)
     return bandit.suboptimality(theta)
 

@@ -15,20 +15,20 @@ from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT
 from dprlhf.runs.measurements import Result, write_results
 
 
-def write(found: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
+def write(measured: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
     """Write ``results/control.json`` and ``results/control.md``, and return the table."""
-    everything = [row for rows in found.values() for row in rows]
+    everything = [row for rows in measured.values() for row in rows]
     results = rows_of(everything, command)
     write_results(out / "results" / "control.json", results)
-    text = markdown(found, seeds)
+    text = markdown(measured, seeds)
     (out / "results" / "control.md").write_text(text, encoding="utf-8")
     return text
 
 
-def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
+def rows_of(measured: Sequence[MeasuredRow], command: str) -> list[Result]:
     """Return a result of each row, with its standard deviation, and the fitted slopes."""
     results = []
-    for row in found:
+    for row in measured:
         values = row.values[np.isfinite(row.values)]
         if not len(values) or row.row.group == "bandit":
             continue
@@ -50,10 +50,10 @@ def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
             if math.isfinite(spent):
                 about = f"ε at δ = {row.runs[0]['delta']:g}, {row.runs[0]['adjacency']}"
                 results.append(Result(f"{name}/epsilon", spent, about, command=command))
-    for row in found:
+    for row in measured:
         if row.row.kind != "regret" or not row.runs:
             continue
-        best = best_ucbvi(found, row.row.group, float(row.row.settings["privacy.epsilon"]))
+        best = best_ucbvi(measured, row.row.group, float(row.row.settings["privacy.epsilon"]))
         if best is None:
             continue
         ratio = float(row.values.mean() / best.values.mean())
@@ -64,7 +64,7 @@ def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
                 ratio <= 0.5, command=command,
             )
         )  # fmt: skip
-    for update, epsilon, slope, last, users in slopes(found):
+    for update, epsilon, slope, last, users in slopes(measured):
         bound = SLOPE.get(update)
         start = f"control/bandit/{update}/epsilon={epsilon:g}"
         if math.isfinite(slope):
@@ -82,24 +82,24 @@ def rows_of(found: Sequence[MeasuredRow], command: str) -> list[Result]:
     return results
 
 
-def best_ucbvi(found: Sequence[MeasuredRow], group: str, epsilon: float) -> MeasuredRow | None:
+def best_ucbvi(measured: Sequence[MeasuredRow], group: str, epsilon: float) -> MeasuredRow | None:
     """Return the UCB-VI row of a group with the least regret, over mechanisms and bonuses."""
     rows = [
         row
-        for row in found
+        for row in measured
         if row.row.kind == "ucbvi" and row.row.group == group
         and row.row.settings["epsilon"] == epsilon and row.runs
     ]  # fmt: skip
     return min(rows, key=lambda row: float(row.values.mean()), default=None)
 
 
-def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float, float]]:
+def slopes(measured: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float, float]]:
     """Return (update, ε, slope of log suboptimality by log N, suboptimality at N, largest N)."""
     out = []
     for update in BANDIT_UPDATES:
         for epsilon in BANDIT_EPSILONS:
             users, means = [], []
-            for row in found:
+            for row in measured:
                 settings, values = row.row.settings, row.values
                 if row.row.group != "bandit" or settings["update"] != update:
                     continue
@@ -115,7 +115,7 @@ def slopes(found: Sequence[MeasuredRow]) -> list[tuple[str, float, float, float,
     return out
 
 
-def markdown(found: dict[str, list[MeasuredRow]], seeds: int) -> str:
+def markdown(measured: dict[str, list[MeasuredRow]], seeds: int) -> str:
     """Return the tables, what was measured beside what the papers print."""
     lines = [
         "# Control, dosing and bandits: measured",
@@ -126,7 +126,7 @@ def markdown(found: dict[str, list[MeasuredRow]], seeds: int) -> str:
         " zero-out. Settings were tuned on fresh simulated users (other seeds), not on those of the"
         " table.",
     ]
-    for table, rows in found.items():
+    for table, rows in measured.items():
         shown = [row for row in rows if row.row.group != "bandit" and row.runs]
         if not shown:
             continue
@@ -136,7 +136,7 @@ def markdown(found: dict[str, list[MeasuredRow]], seeds: int) -> str:
             "", "| row | d | ε | measured | paper | goal | |", "|---|---|---|---|---|---|---|",
         ]  # fmt: skip
         lines += [_line(row, rows, usual) for row in shown]
-    everything = [row for rows in found.values() for row in rows]
+    everything = [row for rows in measured.values() for row in rows]
     fitted = slopes(everything)
     if fitted:
         lines += [

@@ -61,10 +61,10 @@ def run_table(
         {file: (asdict(row), seed, str(recipes), seeds) for file, (row, seed) in work.items()},
         side_by_side=jobs, write_only=write_only, label=table, quiet=quiet,
     )  # fmt: skip
-    found = {row.name: MeasuredRow(row) for row in rows}
+    measured = {row.name: MeasuredRow(row) for row in rows}
     for file, content in done.items():
-        found[work[file][0].name].runs += content if isinstance(content, list) else [content]
-    return [row for row in found.values() if row.runs]
+        measured[work[file][0].name].runs += content if isinstance(content, list) else [content]
+    return [row for row in measured.values() if row.runs]
 
 
 def run_one(settings: dict[str, Any], seed: int, recipes: str, seeds: int) -> Any:

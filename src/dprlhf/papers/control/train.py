@@ -20,7 +20,7 @@ from dprlhf.papers.control.settings import PGPE, ControlRecipe, TrajectoryNPG
 from dprlhf.papers.control.trajectories import collect, evaluate
 from dprlhf.papers.control.updates import UPDATES, ControlRound
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
-from dprlhf.privacy.accounting import Epsilon
+from dprlhf.privacy.accounting import PrivacyCost
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import allocate
@@ -97,5 +97,5 @@ def plan_of(recipe: ControlRecipe) -> Plan:
     if recipe.leak is None:
         return plan
     inf = float("inf")
-    none = Epsilon(inf, inf, privacy.delta, f"not private: {recipe.leak}", ())
+    none = PrivacyCost(inf, inf, privacy.delta, f"not private: {recipe.leak}", ())
     return Plan(**{**vars(plan), "guarantee": none})

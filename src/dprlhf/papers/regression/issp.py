@@ -125,10 +125,10 @@ class ISSP:
         features, targets = finite_rows(features.double(), targets.double())
         features, targets = bounded_rows(features, targets, self.feature_bound, self.target_bound)
         ridge = self.ridge * users * self.feature_bound**2
-        found = find_weights(features, targets, setup, self.largest_residual, ridge)
-        if uniform <= setup.fail_probability[found.score]:
+        weights = find_weights(features, targets, setup, self.largest_residual, ridge)
+        if uniform <= setup.fail_probability[weights.score]:
             return torch.zeros(d, dtype=torch.float64), True
-        system = System.of(features, targets, found.weights, ridge)
+        system = System.of(features, targets, weights.weights, ridge)
         scale = setup.noise * self.largest_residual
         # S = L Lᵀ, so L⁻ᵀ g has covariance S⁻¹.
         shaped = torch.linalg.solve_triangular(system.cholesky.mT, normals[:, None], upper=True)
@@ -264,7 +264,7 @@ class System:
 
 
 @dataclass(frozen=True)
-class Found:
+class FilteredWeights:
     """The result of the filters."""
 
     score: int  # Score of the private test, 0..k; at k the test always fails and weights are unused
@@ -273,7 +273,7 @@ class Found:
 
 def find_weights(
     features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
-) -> Found:
+) -> FilteredWeights:
     """Run the filters at all levels on features ``[users, d]`` and targets ``[users]``, float64."""
     k = setup.k
     score, weights = k, torch.zeros(len(targets), dtype=torch.float64)
@@ -282,7 +282,7 @@ def find_weights(
         score = min(score, max(removed, level))
         if kept is not None and k < level <= 2 * k:
             weights += kept / k
-    return Found(score, weights.clamp(max=1.0))
+    return FilteredWeights(score, weights.clamp(max=1.0))
 
 
 def kept_sets(

@@ -74,9 +74,9 @@ def _draw(users: int, rounds: int, participations: int, stream: Stream) -> Alloc
         draws = stream(len(joins), count=at_once)
         gaps = -np.log((draws.astype(np.float64) + 0.5) * 2.0**-64) / rate
         # A gap beyond all pairs is cut there, so that no sum leaves int64.
-        found = last + np.cumsum(np.minimum(gaps, pairs).astype(np.int64) + 1)
-        last = int(found[-1])
-        joins.append(found[: np.searchsorted(found, pairs)])
+        positions = last + np.cumsum(np.minimum(gaps, pairs).astype(np.int64) + 1)
+        last = int(positions[-1])
+        joins.append(positions[: np.searchsorted(positions, pairs)])
     taken = np.concatenate(joins)
     starts = np.searchsorted(taken, users * np.arange(rounds + 1))
     return Allocation(taken % users, starts)
@@ -89,14 +89,14 @@ def _curve(terms: Mechanism, epsilons: Any, side: Side) -> Array:
     # with a = 1 − c(1 − q).
     z, q, at = round_noise(terms), _rate(terms), np.asarray(epsilons, dtype=np.float64)
     if side == "remove":
-        found: Array = q * gaussian_deltas(z, np.log1p(np.expm1(at) / q)) * (1 + _ROUNDING)
-        return found
+        deltas: Array = q * gaussian_deltas(z, np.log1p(np.expm1(at) / q)) * (1 + _ROUNDING)
+        return deltas
     a = q * np.exp(at) - np.expm1(at)
     with np.errstate(divide="ignore", invalid="ignore"):
         moved = np.where(a > 0, at + np.log(q / a), np.inf)
     values = gaussian_deltas(z, np.minimum(np.maximum(moved, 0.0), 1e6))
-    found = np.where(a > 0, np.maximum(a, 0.0) * values, 0.0) * (1 + _ROUNDING)
-    return found
+    deltas = np.where(a > 0, np.maximum(a, 0.0) * values, 0.0) * (1 + _ROUNDING)
+    return deltas
 
 
 def _rate(terms: Mechanism) -> float:
@@ -156,10 +156,10 @@ def _epsilon(terms: Mechanism, delta: float, single: float) -> tuple[float, floa
         if math.isinf(single):
             return single, 0.0
         return find_root(functools.partial(_of_known_joins, terms), 0.0, single, delta), 0.0
-    found = losses(terms)
-    upper = found["remove"].epsilon(delta, single)
-    if found["add"].delta(upper) > delta:
-        upper = found["add"].epsilon(delta, single)
+    loss = losses(terms)
+    upper = loss["remove"].epsilon(delta, single)
+    if loss["add"].delta(upper) > delta:
+        upper = loss["add"].epsilon(delta, single)
     if delta < _LEAST_LOWER_DELTA:
         return upper, 0.0
     more = delta + terms.rounds * _FFT_ERROR

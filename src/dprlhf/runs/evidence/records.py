@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Epsilon, Mechanism, epsilon
+from dprlhf.privacy.accounting import Mechanism, PrivacyCost, epsilon
 from dprlhf.privacy.ledger import Entry, read_opened
 from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.card import read_card
@@ -32,9 +32,9 @@ class Records:
     card: dict[str, Any]  # Content of privacy.json; empty where it is missing or damaged
     entries: list[Entry]  # The ledger's entries, verified by their chain of hashes
     runs: list[Record]  # The terms of this run, then those of the earlier runs that it names
-    alone: Epsilon  # Cost of this run by itself; ε is infinite without noise
-    total: Epsilon  # Cost with all earlier runs and declared tuning runs
-    before: Epsilon | None  # Cost of everything that ran before this run; None if nothing did
+    alone: PrivacyCost  # Cost of this run by itself; ε is infinite without noise
+    total: PrivacyCost  # Cost with all earlier runs and declared tuning runs
+    before: PrivacyCost | None  # Cost of everything that ran before this run; None if nothing did
     finished: bool
     contradictions: list[str] = field(default_factory=list)  # Sentences on records that disagree
 
@@ -97,7 +97,7 @@ def read_records(path: Path) -> Records:
     return records
 
 
-def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
+def _costs(runs: list[Record]) -> tuple[PrivacyCost, PrivacyCost, PrivacyCost | None]:
     """Compute again what the run costs alone, with all others, and what was spent before it."""
     own, *earlier = runs
     total = total_of(runs)
@@ -111,50 +111,50 @@ def _costs(runs: list[Record]) -> tuple[Epsilon, Epsilon, Epsilon | None]:
     return alone, total, total_of(before) if before else None
 
 
-def _no_smaller(computed: Epsilon, stated: Any) -> Epsilon:
+def _no_smaller(computed: PrivacyCost, stated: Any) -> PrivacyCost:
     """Return the cost, with the stated ε where that is larger."""
     if isinstance(stated, int | float) and stated > computed.epsilon:
-        return Epsilon(**{**asdict(computed), "epsilon": float(stated)})
+        return PrivacyCost(**{**asdict(computed), "epsilon": float(stated)})
     return computed
 
 
-def _contradictions(records: Records, alone: Epsilon, total: Epsilon) -> list[str]:
+def _contradictions(records: Records, alone: PrivacyCost, total: PrivacyCost) -> list[str]:
     terms, card = records.terms, records.card
-    found = _charges(records)
+    charges = _charges(records)
     # A page that asks for trust must not repeat a number that is certainly too small.
     for stated, computed, of in (
         (terms.get("epsilon"), alone, "the ledger"),
         (card.get("total", {}).get("epsilon"), total, "the total on the privacy card"),
     ):
         if isinstance(stated, int | float) and stated < computed.epsilon_lower * (1 - 1e-6):
-            found.append(
+            charges.append(
                 f"The ε in {of} is {stated:.4g}, but the recorded noise costs at least"
                 f" {computed.epsilon_lower:.4g}."
             )
     shared = (terms.keys() & card.keys()) - {"unit"}  # the card says the unit in words
     differing = sorted(name for name in shared if terms[name] != card[name])
     if differing:
-        found.append(f"Ledger and privacy card disagree on: {', '.join(differing)}.")
+        charges.append(f"Ledger and privacy card disagree on: {', '.join(differing)}.")
     if card and card.get("run") != terms["key_commitment"]:
-        found.append("The privacy card belongs to another run than the ledger.")
+        charges.append("The privacy card belongs to another run than the ledger.")
     if recipe_digest(records.recipe) != terms.get("recipe_sha256"):
-        found.append("recipe.yaml is not the recipe that the ledger was opened with.")
-    return found
+        charges.append("recipe.yaml is not the recipe that the ledger was opened with.")
+    return charges
 
 
 def _charges(records: Records) -> list[str]:
     """Compare the charges with the plan, and with what the run left after its rounds."""
     charged, committed, rounds = records.charged, records.committed, records.terms["rounds"]
     planned = ("noise_multiplier", "clip_norm", "releases_per_round")
-    found = []
+    charges = []
     if charged != sorted(set(charged)) or any(not 1 <= t <= rounds for t in charged):
-        found.append("The ledger charges a round twice, out of order or beyond the plan.")
+        charges.append("The ledger charges a round twice, out of order or beyond the plan.")
     if any(
         entry.is_charge and entry.body.get(name) != records.terms[name]
         for entry in records.entries
         for name in planned
     ):
-        found.append("The ledger charges a round with other noise or another limit than planned.")
+        charges.append("The ledger charges a round with other noise or another limit than planned.")
     metrics = records.folder.metrics
     lines = metrics.read_text("utf-8").splitlines() if metrics.is_file() else []
     logged = [int(json.loads(line)["round"]) for line in lines if line.endswith("}")]
@@ -168,9 +168,9 @@ def _charges(records: Records) -> list[str]:
         unpaid = sorted(set(its) - set(charged))
         if unpaid:
             which = ", ".join(map(str, unpaid))
-            found.append(f"Round {which} stands in {name}, but the ledger has no charge for it.")
+            charges.append(f"Round {which} stands in {name}, but the ledger has no charge for it.")
     if saved is not None and saved < max(committed, default=0):
-        found.append("The checkpoint is older than the last round that the ledger has as saved.")
+        charges.append("The checkpoint is older than the last round that the ledger has as saved.")
     if records.finished and not charged:
-        found.append("There is a final policy, but the ledger has no charge.")
-    return found
+        charges.append("There is a final policy, but the ledger has no charge.")
+    return charges

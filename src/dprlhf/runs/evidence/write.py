@@ -151,33 +151,33 @@ def answers_of(records: Records, risk: dict[str, Any] | None) -> list[tuple[str,
 
 def alerts_of(records: Records, limit: float | None) -> list[tuple[str, str]]:
     """Return what has to be known before any answer, each with what to do about it."""
-    found = [(sentence, _DISTRUST) for sentence in records.contradictions]
+    alerts = [(sentence, _DISTRUST) for sentence in records.contradictions]
     total, before, audit = records.total, records.before, audit_facts(records)
     if not records.finished:
         saved = f"The run is not finished: {len(records.committed)} rounds are saved."
-        found.append((saved, f"dprlhf resume {records.name}"))
+        alerts.append((saved, f"dprlhf resume {records.name}"))
     unknown = [p for s in records.recipe.sources if (p := _unknown_origin(s, records))]
-    found += [(p, "Establish what it was trained on, by whom, on whose data.") for p in unknown]
+    alerts += [(p, "Establish what it was trained on, by whom, on whose data.") for p in unknown]
     if audit and audit["refuted"]:
-        found.append(("An audit refuted the stated ε.", _DISTRUST))
+        alerts.append(("An audit refuted the stated ε.", _DISTRUST))
     if not records.private:
         said = "No guarantee: this run, or one that it builds on, added no noise."
-        return [*found, (said, "Do not publish what it left if its users expect privacy.")]
+        return [*alerts, (said, "Do not publish what it left if its users expect privacy.")]
     if limit is not None and total.epsilon > limit and (records.charged or before):
         early = before is not None and before.epsilon > limit
         when = "before this run began" if early else f"in round {min(records.charged, default=1)}"
         said = f"ε rose above the threshold of {limit:g} {when}: it is {upwards(total.epsilon, 4)}."
-        found.append((said, "Decide whether the result may be used: noise cannot be added now."))
+        alerts.append((said, "Decide whether the result may be used: noise cannot be added now."))
     asked = records.recipe.privacy.epsilon
     if asked is not None and records.alone.epsilon > asked * (1 + 1e-6):
         said = f"ε = {upwards(records.alone.epsilon, 4)} is more than the recipe's {asked:g}."
-        found.append((said, _DISTRUST))
+        alerts.append((said, _DISTRUST))
     if large := epsilon_warning(total.epsilon):
         do = "Do not present this as a strong guarantee; train with a smaller ε."
-        found.append((f"{large}.", do))
+        alerts.append((f"{large}.", do))
     if loose := delta_warning(total.delta, int(records.terms.get("users") or 1)):
-        found.append((f"{loose}.", "Train with a smaller privacy.delta."))
-    return found
+        alerts.append((f"{loose}.", "Train with a smaller privacy.delta."))
+    return alerts
 
 
 def audit_facts(records: Records) -> dict[str, Any] | None:
@@ -185,12 +185,12 @@ def audit_facts(records: Records) -> dict[str, Any] | None:
 
     Whether the claim is refuted is decided again, from each audit's numbers.
     """
-    found = []
+    lines = []
     for audit in audits_on(records.card):
         names = ("bound", "confidence", "guesses", "right")
         facts = {name: _number(audit.get(name)) for name in names}
         bound = facts["bound"]
-        found.append({
+        lines.append({
             **facts,
             "space": audit.get("space"),
             "can_refute": audit.get("can_refute") is not False,
@@ -199,9 +199,9 @@ def audit_facts(records: Records) -> dict[str, Any] | None:
             or bool(audit.get("refuted_by"))
             or (bound is not None and bound > records.alone.epsilon),
         })  # fmt: skip
-    refuting = [facts for facts in found if facts["refuted"]]
-    counts = {"count": len(found), "refuting": len(refuting)}
-    return {**[*refuting, *reversed(found)][0], **counts} if found else None
+    refuting = [facts for facts in lines if facts["refuted"]]
+    counts = {"count": len(lines), "refuting": len(refuting)}
+    return {**[*refuting, *reversed(lines)][0], **counts} if lines else None
 
 
 def hashes(folder: RunFolder) -> dict[str, str]:
@@ -211,12 +211,12 @@ def hashes(folder: RunFolder) -> dict[str, str]:
     """
     named = [folder.recipe, folder.privacy, folder.ledger, folder.metrics, folder.evaluation]
     places = [folder.path / name for name in ("policy", "model", "checkpoint")]
-    found = {}
+    digests = {}
     for file in [*named, *(file for place in places for file in sorted(place.rglob("*")))]:
         name = file.relative_to(folder.path)
         if file.is_file() and file.resolve() == folder.path.resolve() / name:
-            found[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
+            digests[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digests
 
 
 def _number(value: Any) -> float | None:
@@ -228,8 +228,8 @@ def _unknown_origin(source: Source, records: Records) -> str | None:
     """Return a sentence if nobody can say what a model that the run starts from was trained on."""
     if source.key is None or not source.path or source.path.startswith("asset:"):
         return None
-    told = f"the {source.label}: released by the earlier run "
-    if any(str(line).startswith(told) for line in records.card.get("assumed_public", [])):
+    prefix = f"the {source.label}: released by the earlier run "
+    if any(str(line).startswith(prefix) for line in records.card.get("assumed_public", [])):
         return None
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source.path):
         return None  # a name on the Hugging Face hub; the recipe declares it public
