@@ -8,20 +8,27 @@ Writes rows to ``docs/results/places.json``::
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "places.json"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from dprlhf import recipe  # noqa: E402
+from dprlhf.boundary import Private  # noqa: E402
+from dprlhf.data.users import Prompts  # noqa: E402
+from dprlhf.gradients.clipping import Weighted, clipped_sum  # noqa: E402
+from dprlhf.policies.loading import make_policy  # noqa: E402
+from dprlhf.rollout import sample  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
 from helpers import tiny  # noqa: E402
 
@@ -73,6 +80,58 @@ def verdicts() -> list[Result]:
                 )
             what = "contributions of others that a blank user moves by a bit, of 30"
             found.append(Result(f"{what}: rounding by {name}", moved, "1", "0", moved == 0))
+    return found
+
+
+USERS, WIDTHS = 64, 16
+MIXTURES = {  # tokens of a prompt: median and spread of a lognormal law, longest
+    "reviews cut to 16 tokens": (40.0, 0.5, 16),
+    "chat": (40.0, 0.8, 192),
+    "maths": (60.0, 0.4, 128),
+}
+
+
+def one_width() -> list[Result]:
+    """Compare a round at one public width with one whose prompts go together by their length.
+
+    Each class of widths has micro-batches of its own, filled up to the public size.
+    """
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=8192, n_positions=256, n_embd=256, n_layer=6, n_head=4)
+    adapter = recipe.Adapter(rank=8, target_modules=["c_attn", "c_proj", "c_fc"])
+    made = make_policy(GPT2LMHeadModel(config), tiny.tokenizer(), adapter)
+    made.end_tokens = []
+    spec = recipe.Rollout(responses=2, max_new_tokens=32, batch_size=64)
+
+    def seconds(lengths: Any, width: int, number: int) -> float:
+        users = np.arange(len(lengths))
+        prompts = Prompts(["x" * int(n) for n in lengths], users, np.zeros_like(users), {})
+        start = time.process_time()
+        rows = sample(
+            made, prompts, spec, key=bytes(32), context=(number,), max_prompt_tokens=width,
+            keep="gradients",
+        )  # fmt: skip
+        weighted = Weighted(rows, np.ones(len(rows.user)), np.zeros((len(users), 0)), 0.0)
+        clipped_sum(
+            made, Private(weighted), clip_norm=1.0, batch_size=64, reduce=lambda total: total
+        )
+        return time.process_time() - start
+
+    found = []
+    for mixture, (median, spread, longest) in MIXTURES.items():
+        random, ratios = np.random.default_rng(0), []
+        for number in range(4):
+            lengths = np.exp(np.log(median) + spread * random.standard_normal(USERS))
+            lengths = np.clip(lengths, 1, longest).astype(int)
+            classes = -(-lengths // WIDTHS) * WIDTHS
+            together = seconds(lengths, longest, number)
+            apart = sum(seconds(lengths[classes == w], w, number) for w in np.unique(classes))
+            ratios.append(together / apart)
+        ratio = statistics.median(ratios[1:])  # the first warms up
+        name = "processor time of a round on one thread, one width over width classes"
+        found.append(
+            Result(f"{name}: {mixture}, {USERS} prompts", ratio, "1", "at most 1.1", ratio <= 1.1)
+        )
     return found
 
 
@@ -152,4 +211,4 @@ def memories() -> list[Result]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_results(OUT, [*verdicts(), *memories()])
+    write_results(OUT, [*verdicts(), *one_width(), *memories()])
