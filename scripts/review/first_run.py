@@ -284,7 +284,7 @@ def main() -> None:
     options = parser.parse_args()
     rows, ratios = [], []
     for name, users, epsilon in itertools.product(options.tasks, options.users, options.epsilons):
-        task, found = TASKS[name], []
+        task, found, files = TASKS[name], [], []
         for seed in range(options.seeds):
             by = "" if options.by == "train" else f"{options.by}-"
             file = options.kept / f"{by}{name}-{users}-{epsilon:g}-{seed}.json"
@@ -295,6 +295,7 @@ def main() -> None:
                 one = one_run(model, task, users, epsilon, seed, options.by, options.kept)
                 file.write_text(json.dumps(one))
             found.append(json.loads(file.read_text()))
+            files.append(file)
             print(name, users, epsilon, seed, found[-1], flush=True)
         ratios += [one["estimated"] / one["measured"] for one in found]
         gains = [one["gain"] for one in found]
@@ -307,6 +308,11 @@ def main() -> None:
             Result(f"{row}: gain", mean, "reward", "above -2 standard errors", least, *source),
             Result(f"{row}: standard error of the gain", error, "reward", "", None, *source),
         ]
+        if options.by == "tune":
+            cells = (options.kept / file.name.removeprefix(by) for file in files)
+            share = statistics.fmean(json.loads(cell.read_text())["gain"] for cell in cells) / mean
+            what = f"{row.replace(' by tune', '')}: share of the gain with tune's recipe"
+            rows.append(Result(what, share, "1", "at least 0.8", share >= 0.8, *source))
     if options.timed:
         row, ratio = "first run: estimated over measured time of rounds", statistics.median(ratios)
         within = abs(ratio - 1) <= 0.3
