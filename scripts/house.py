@@ -205,7 +205,7 @@ def extensions() -> Iterator[Result]:
         )
 
 
-TARGETS = {"test-fast": 120, "test": 480}
+TARGETS = {"test-fast": 120, "test": 360}
 """Targets of make that run tests, and the seconds that each should take at most."""
 
 
