@@ -31,8 +31,8 @@ test-fast: setup
 	$(PYTEST) -m "not slow"
 
 check: setup
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts papers
+	$(BIN)/ruff format --check src tests scripts papers
 	$(BIN)/mypy
 	$(BIN)/python scripts/supply.py
 	$(PYTEST)

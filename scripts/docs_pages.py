@@ -52,7 +52,7 @@ the same here, *mapped* the nearest meaning that stays within one user, *no effe
 def on_page_markdown(markdown: str, **others: Any) -> str:
     """Leave out links to files that the site does not have; mkdocs calls this."""
     return re.sub(
-        r"\[([^\]]+)\]\((?:(?:\.\./)+(?:src|recipes|scripts|tests|examples|Dockerfile)\b|(?:\.\./)*results/)[^)]*\)",
+        r"\[([^\]]+)\]\((?:(?:\.\./)+(?:src|papers|recipes|scripts|tests|examples|Dockerfile)\b|(?:\.\./)*results/)[^)]*\)",
         r"\1",
         markdown,
     )

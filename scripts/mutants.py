@@ -1,9 +1,9 @@
 """Planted bugs: each file of ``tests/mutants`` must be caught by a test.
 
-A mutant is a small change to ``src/dprlhf`` that breaks the privacy guarantee. It is applied to a
-copy of ``src``, never to the tree, and the tests run on that copy: first those that the mutant
-names, then the common suite, up to the first failure. ``docs/results/attack.json`` says how many
-are caught.
+A mutant is a small change to ``src/dprlhf`` or ``papers`` that breaks the privacy guarantee. It is
+applied to a copy of both, never to the tree, and the tests run on that copy: first those that the
+mutant names, then the common suite, up to the first failure. ``docs/results/attack.json`` says how
+many are caught.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
 has one that does not end in time. The test files that caught one run on the unchanged source, too,
@@ -39,6 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "mutants"
 RESULTS = ROOT / "docs" / "results" / "attack.json"
 CONTROL = "unchanged source"
+HOMES = {"dprlhf": "src", "papers": "."}
+"""The packages that mutants change, and the folders that they are in."""
 
 
 class MutantError(Exception):
@@ -110,14 +112,15 @@ def address(name: str, root: Path) -> tuple[str, str]:
         MutantError: no module has this name.
     """
     parts = name.split(".")
+    home = Path(HOMES.get(parts[0], "src"))
     for n in range(len(parts), 0, -1):
         for file in (
-            Path("src", *parts[:n]).with_suffix(".py"),
-            Path("src", *parts[:n], "__init__.py"),
+            home.joinpath(*parts[:n]).with_suffix(".py"),
+            home.joinpath(*parts[:n], "__init__.py"),
         ):
             if (root / file).is_file():
                 return str(file), ".".join(parts[n:])
-    raise MutantError(f"{name}: no such module below src")
+    raise MutantError(f"{name}: no such module")
 
 
 def spans(source: str, name: str) -> list[tuple[int, int]]:
@@ -235,11 +238,12 @@ def read_mutants(folder: Path = FOLDER) -> list[Mutant]:
 
 @contextlib.contextmanager
 def planted(mutant: Mutant | None, root: Path = ROOT) -> Iterator[Path]:
-    """Give a copy of ``src`` with the mutant in it (None: as it is)."""
+    """Give a copy of the packages with the mutant in it (None: as they are)."""
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="mutant-", dir=memory) as folder:
         copy = Path(folder)
-        shutil.copytree(root / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("src", "papers"):
+            shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path, source in (mutant.applied(root) if mutant else {}).items():
             (copy / path).write_text(source)
         yield copy
@@ -289,7 +293,8 @@ class Task:
         """What the verdict depends on: the change and the files that it changes, or all files."""
         state = hashlib.sha256()
         if self.mutant is None:
-            sources = {str(p): p.read_text() for p in sorted((ROOT / "src").rglob("*.py"))}
+            files = sorted(p for name in ("src", "papers") for p in (ROOT / name).rglob("*.py"))
+            sources = {str(p): p.read_text() for p in files}
             sources |= {name: (ROOT / name).read_text() for name in self.tests}
         else:
             sources = self.mutant.applied(ROOT)
@@ -351,11 +356,10 @@ def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> N
 
     os.chdir(ROOT)
     os.setsid()  # what the tests start ends with them
-    sys.path.insert(0, str(copy / "src"))
-    os.environ["PYTHONPATH"] = str(copy / "src")
-    import dprlhf
-
-    assert Path(dprlhf.__file__).is_relative_to(copy)
+    sys.path[:0] = [str(copy / "src"), str(copy)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    for name in HOMES:  # before pytest puts the tree's own root first
+        assert Path(str(importlib.import_module(name).__file__)).is_relative_to(copy)
     log = os.open(copy / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ import torch
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from dprlhf.errors import DprlhfError
-from dprlhf.papers.regression import (
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(DOCS.parent))
+
+from dprlhf.errors import DprlhfError  # noqa: E402
+from dprlhf.runs.measurements import Result, write_results  # noqa: E402
+from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps  # noqa: E402
+from papers.regression import (  # noqa: E402
     ISSP,
     Exponential,
     ImproperBatchSGD,
@@ -32,11 +38,8 @@ from dprlhf.papers.regression import (
     SufficientStatistics,
     fit,
 )
-from dprlhf.papers.regression.on_arrays import gaussian_budget
-from dprlhf.runs.measurements import Result, write_results
-from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
+from papers.regression.on_arrays import gaussian_budget  # noqa: E402
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIMENSIONS = (5, 50)
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 USERS = tuple(round(200 * 10 ** (i / 4)) for i in range(9))

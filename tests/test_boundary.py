@@ -9,14 +9,13 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import dprlhf
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
+from helpers import house
 
 CANARY = "my private prompt"
 
@@ -249,11 +248,11 @@ def uses(source: str) -> Iterator[str]:
 
 @functools.cache
 def modules() -> dict[str, frozenset[str]]:
-    """Return the guarded names that each module of the package uses."""
-    root = Path(dprlhf.__file__).parent
+    """Return the guarded names that each module uses, of the package and of the papers' tables."""
     return {
         path.relative_to(root).with_suffix("").as_posix(): frozenset(uses(path.read_text()))
-        for path in sorted(root.rglob("*.py"))
+        for root, folder in ((house.SOURCE, "."), (house.ROOT, "papers"))
+        for path in sorted((root / folder).rglob("*.py"))
     }
 
 

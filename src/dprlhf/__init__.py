@@ -17,7 +17,6 @@ The folders, in the order in which a user's data pass through them (docs/archite
 - ``tuning/``: settings chosen on public prompts that stand in for users, at no privacy cost.
 - ``audit/``: attacks on the guarantee, as lower bounds on ε.
 - ``assets/``: the models and data of the demo, fetched once and verified.
-- ``papers/``: the source papers' tables: control tasks and regression (extra ``papers``).
 - ``testing/``: contract tests for extensions: what an update, a reward or a partition must do.
 - ``trl/``: TRL's trainers with a guarantee: change the import, and add a budget (extra ``trl``).
 - ``cli/``: the command line.

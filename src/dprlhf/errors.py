@@ -86,7 +86,7 @@ REMOVED = {
     "model": "policy is the section of the trained model, in every stage",
     "privacy.auto": "dprlhf plan RECIPE prints the best choice as overrides of the recipe",
     "dprlhf privacy selection": "declare the runs on the same users in privacy.tuning_runs",
-    "dprlhf bench worth": "what it measured is in the repository",
+    "dprlhf bench": "in a clone of the repository, python -m papers.control runs the tables",
     "dprlhf convert": "write a recipe: dprlhf init makes one that fits your data",
 }
 """Commands and settings of earlier versions that are gone, each with what takes its place."""

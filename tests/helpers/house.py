@@ -11,12 +11,13 @@ from pathlib import Path
 
 import networkx
 
-SOURCE = Path(__file__).parents[2] / "src" / "dprlhf"
+ROOT = Path(__file__).parents[2]
+SOURCE, PAPERS = ROOT / "src" / "dprlhf", ROOT / "papers"
 LEVELS = [
     {"errors", "boundary", "hardware", "hub"},
     *({room} for room in (
         "privacy", "budget", "assets", "recipe", "data", "policies", "rollout", "rewards", "agents",
-        "gradients", "updates", "runs", "training", "tuning", "audit", "papers", "testing",
+        "gradients", "updates", "runs", "training", "tuning", "audit", "testing",
         "api", "generation", "stages", "trl", "cli", "__main__", "",
     )),
 ]  # fmt: skip
@@ -54,7 +55,7 @@ def room(module: str) -> str:
     return ([*module.split("."), ""])[1]
 
 
-def _imported(node: ast.AST, modules: dict[str, ast.Module]) -> Iterator[str]:
+def imported_by(node: ast.AST, modules: dict[str, ast.Module]) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -77,7 +78,7 @@ def read_arrows(modules: dict[str, ast.Module]) -> list[Arrow]:
     arrows: dict[tuple[str, str], Arrow] = {}
     for importer, tree in modules.items():
         for node in ast.walk(tree):
-            for imported in _imported(node, modules):
+            for imported in imported_by(node, modules):
                 if imported in modules and imported != importer:
                     arrow = Arrow(importer, imported, getattr(node, "lineno", 0))
                     arrows.setdefault((importer, imported), arrow)

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.papers.control import bandits, tables
-from dprlhf.papers.control.environments import Dosing, Environment, Riverswim, make_environment
-from dprlhf.papers.control.gym import Gymnasium, PlanarRobot
-from dprlhf.papers.control.policies import (
+from dprlhf.privacy.accounting import gaussian_epsilon
+from papers.control import bandits, tables
+from papers.control.__main__ import main
+from papers.control.environments import Dosing, Environment, Riverswim, make_environment
+from papers.control.gym import Gymnasium, PlanarRobot
+from papers.control.policies import (
     LinearAction,
     LogLinearSoftmax,
     MLPSoftmax,
@@ -23,14 +25,13 @@ from dprlhf.papers.control.policies import (
     TrajectoryPolicy,
     softmax,
 )
-from dprlhf.papers.control.results import write
-from dprlhf.papers.control.run_rows import run_table
-from dprlhf.papers.control.settings import Advantage, load, make
-from dprlhf.papers.control.train import plan_of, train
-from dprlhf.papers.control.trajectories import Trajectories, evaluate, simulate
-from dprlhf.papers.control.ucbvi import Counting, PrivateCounts
-from dprlhf.papers.control.updates import ControlRound, advantages
-from dprlhf.privacy.accounting import gaussian_epsilon
+from papers.control.results import write
+from papers.control.run_rows import run_table
+from papers.control.settings import Advantage, load, make
+from papers.control.train import plan_of, train
+from papers.control.trajectories import Trajectories, evaluate, simulate
+from papers.control.ucbvi import Counting, PrivateCounts
+from papers.control.updates import ControlRound, advantages
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "control"
 CARTPOLE = make_environment("cartpole")
@@ -396,6 +397,17 @@ def test_the_tables_run_in_miniature_and_write_everything(tmp_path, monkeypatch)
     assert "control/riverswim-0.6/pgpe-blind/epsilon=1/over best UCB-VI" in names
     assert all(row["command"] == "a command" for row in rows)
     assert "| cartpole/pg/log-linear/epsilon=1 (log-linear policy) | 8 | 1 |" in text
+
+
+def test_the_command_runs_what_is_asked_and_writes_it(tmp_path: Path, capsys: Any) -> None:
+    words = ["--table", "hz", "--only", "bandit/pg/epsilon=4/users=500", "--seeds", "1"]
+    main([*words, "--jobs", "1", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "results" / "control.json").read_text())
+    assert {row["name"].rpartition("/")[2] for row in rows} == {"slope", "suboptimality"}
+    assert {row["command"] for row in rows} == {"python -m papers.control --table hz --seeds 1"}
+    with pytest.raises(SystemExit):
+        main(["--seeds", "0"])
+    assert "1 or more" in capsys.readouterr().err
 
 
 def test_the_bandits_rewards_are_realizable_and_their_optimum_is_known() -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from dprlhf.boundary import BoundedSum, Private, Released, open_private
-from dprlhf.papers.control.gym import Gymnasium
-from dprlhf.papers.control.policies import LogLinearSoftmax, MLPSoftmax
-from dprlhf.papers.control.rows import ControlPolicy, TrajectoryRows
-from dprlhf.papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
-from dprlhf.papers.control.trajectories import Trajectories, simulate
-from dprlhf.papers.control.updates import UPDATES, ControlRound, advantages
 from dprlhf.policies.protocol import ExplicitPolicy
 from dprlhf.recipe import Oracle
 from helpers.marks import slow
+from papers.control.gym import Gymnasium
+from papers.control.policies import LogLinearSoftmax, MLPSoftmax
+from papers.control.rows import ControlPolicy, TrajectoryRows
+from papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
+from papers.control.trajectories import Trajectories, simulate
+from papers.control.updates import UPDATES, ControlRound, advantages
 
 TIGHT, WIDE = 0.05, 1000.0
 """Clip norms: one shortens most users, the other none."""

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from scipy import integrate, optimize, stats
 
 from dprlhf.errors import DprlhfError
-from dprlhf.papers.regression import (
+from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.updates.privls.oracle import Contribution
+from papers.regression import (
     ISSP,
     Exponential,
     ImproperBatchSGD,
@@ -28,10 +30,8 @@ from dprlhf.papers.regression import (
     in_memory,
     issp,
 )
-from dprlhf.papers.regression.exponential import UNITS, choose, exponent, total_units
-from dprlhf.papers.regression.in_memory import InMemoryRelease
-from dprlhf.privacy.gaussian import gaussian_epsilon
-from dprlhf.updates.privls.oracle import Contribution
+from papers.regression.exponential import UNITS, choose, exponent, total_units
+from papers.regression.in_memory import InMemoryRelease
 
 Array = NDArray[np.float64]
 KEY = bytes(range(32))
@@ -150,7 +150,7 @@ def test_the_guarantee_of_gaussian_oracles(adjacency: Any) -> None:
                 return super().__call__(contribution, bound)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dprlhf.papers.regression.on_arrays.InMemoryRelease", Spy)
+            patch.setattr("papers.regression.on_arrays.InMemoryRelease", Spy)
             found = fit(
                 oracle, x, y, epsilon=1.5, delta=1e-5, adjacency=adjacency, users=300, key=KEY
             )
@@ -326,12 +326,12 @@ def test_frequencies_match_the_law() -> None:
 
 def test_improbable_candidates_can_be_drawn() -> None:
     """Gumbel draws reach past what 53 bits allow, and follow their law in both tails."""
-    from dprlhf.papers.regression.exponential import _gumbel
+    from papers.regression.exponential import _gumbel
 
     draws = _gumbel(KEY, count=200_000)
     assert stats.kstest(draws, "gumbel_r").pvalue > 1e-3
     assert stats.kstest(draws + 0.01, "gumbel_r").pvalue < 1e-3
-    stream = "dprlhf.papers.regression.exponential.uint64_stream"
+    stream = "papers.regression.exponential.uint64_stream"
     for leading in (0, 1, 3):  # words that happen to be all zeros, or all ones
         last = 64 * leading + 1  # u, or 1 - u, is 2 to the power of minus this
         u = 2.0**-last

@@ -19,6 +19,21 @@ def test_the_page_and_the_docstring_have_the_same_map() -> None:
     assert [(name, about.replace("``", "`")) for name, about in listed] == drawn
 
 
+def test_the_package_imports_nothing_that_is_not_installed_with_it() -> None:
+    """The papers' tables, the scripts and the tests use the package, never the other way round."""
+    beside = {path.name for path in PACKAGE.parents[1].iterdir() if any(path.glob("*.py"))}
+    assert {"papers", "scripts", "tests"} <= beside
+    modules = house.read_modules()
+    imported = {
+        f"{name} imports {module}"
+        for name, tree in modules.items()
+        for node in ast.walk(tree)
+        for module in house.imported_by(node, modules)
+        if module.partition(".")[0] in beside
+    }
+    assert not imported
+
+
 def test_the_map_has_every_folder_once() -> None:
     drawn = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
     assert len(drawn) == len(set(drawn))

@@ -21,7 +21,8 @@ MOST_LINES, MOST_BRANCHES = 120, 15
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ast.Module]:
-    return house.read_modules()
+    """The package, and the papers' tables beside it."""
+    return house.read_modules() | house.read_modules(house.PAPERS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_every_room_has_a_level_and_says_what_it_is_for(modules: dict[str, ast.M
 
 
 def test_no_import_goes_from_a_lower_room_to_a_higher_one(arrows: list[house.Arrow]) -> None:
-    found = house.upward(arrows)
+    found = house.upward([a for a in arrows if a.importer.startswith("dprlhf")])
     assert not found, "upward: " + "; ".join(map(str, found))
 
 

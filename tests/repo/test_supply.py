@@ -14,7 +14,9 @@ import dprlhf
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-SOURCES = sorted(Path(dprlhf.__file__).parent.rglob("*.py"))
+ROOT, PACKAGE = Path(__file__).parents[2], Path(dprlhf.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PAPERS = sorted((ROOT / "papers").rglob("*.py"))
 
 
 def unsafe(source: str) -> set[str]:
@@ -40,7 +42,7 @@ def unsafe(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*SOURCES, *PAPERS], ids=lambda p: p.stem)
 def test_nothing_is_pickled_or_run_unasked(path: Path) -> None:
     assert not unsafe(path.read_text())
 
@@ -72,7 +74,7 @@ def imported(paths: list[Path]) -> set[str]:
                     found |= {alias.name.partition(".")[0] for alias in names}
                 case ast.ImportFrom(module=str(module)):
                     found.add(module.partition(".")[0])
-    return found - sys.stdlib_module_names - {"dprlhf"}
+    return found - sys.stdlib_module_names - {"dprlhf", "papers"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -83,7 +85,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 EXTRAS = {
-    "assets": "demo", "budget": "book", "evidence": "report", "papers": "papers",
+    "assets": "demo", "budget": "book", "evidence": "report",
     "quantization.py": "quantization",
     "report.py": "report", "trl": "trl", "tuning": "tune",
 }  # fmt: skip
@@ -93,19 +95,18 @@ EXTRAS = {
 @pytest.mark.slow
 def test_what_is_required_is_what_is_imported() -> None:
     """What a plain run does not import belongs to the extra of the room that does."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     runtime, extras = names(project["dependencies"]), project["optional-dependencies"]
     rest = set(SOURCES)
     for extra in set(EXTRAS.values()):
         parts = {part for part, name in EXTRAS.items() if name == extra}
-        room = {path for path in SOURCES if parts & set(path.parts)}
+        room = {path for path in SOURCES if parts & set(path.relative_to(PACKAGE).parts)}
         rest -= room
         assert imported([*room]) <= runtime | names(extras[extra])
     core = imported([*rest])
     assert core - {"pydantic_core"} <= runtime  # pydantic's own other half, pinned by it
     assert runtime <= core
-    wanted = names(extras["papers"])
-    assert wanted - imported(SOURCES) == {"imageio"}  # gymnasium's MuJoCo wants it
+    assert imported(PAPERS) - runtime == {"gymnasium", "mujoco"} <= names(extras["dev"])
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ COMMANDS = {
         "push": "folders", "erase": "folders",
     },
     "Privacy": {"plan": "plan", "privacy": "privacy", "audit": "privacy", "budget": "budget"},
-    "Papers": {"bench": "bench"},
 }  # fmt: skip
 """The commands by topic, each with the module beside this one that has it."""
 

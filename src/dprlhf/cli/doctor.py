@@ -11,10 +11,8 @@ from pathlib import Path
 
 from dprlhf.errors import DprlhfError
 
-_OPTIONAL = (
-    "gymnasium", "mujoco", "matplotlib", "vllm", "tensorboard", "wandb", "mlflow", "trackio",
-)  # fmt: skip
-"""Packages of the extras ``papers`` and ``vllm``, and the trackers of ``tracking.report_to``."""
+_OPTIONAL = "matplotlib", "vllm", "tensorboard", "wandb", "mlflow", "trackio"
+"""Packages of the extra ``vllm``, and the trackers of ``tracking.report_to``."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class Oracle(Settings):
         if name in why:
             raise ValueError(
                 f"{name} {why[name]}, so a run cannot be charged for it: write projected-sgd, or"
-                " call dprlhf.papers.regression.fit on arrays"
+                " see papers/regression in the repository"
             )
         return name
 

@@ -13,8 +13,8 @@ Departures from the paper:
 - Both arms are used, as in DP-PG, and baselines are those of one user's own responses.
 - Features are scaled down to norm S = ``clip_norm`` in place of the assumption ‖∇ log π‖ ≤ G.
 - Algorithm 4, the exponential mechanism, needs a finite candidate set and is not offered for
-  language models; by itself it is :class:`dprlhf.papers.regression.Exponential`. Its printed
-  exponent is too large for |Â| ≤ 2R, as that class explains.
+  language models; by itself it is in ``papers/regression``. Its printed exponent is too large for
+  |Â| ≤ 2R, as the file explains.
 - One user is one unit of privacy and one term of the sum, however many examples it has.
 """
 

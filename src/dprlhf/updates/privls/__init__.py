@@ -3,5 +3,5 @@
 Each oracle finds w with small Σ_u (w · φ_u − A_u)² for features φ ``[users, d]`` and targets A
 ``[users]``. Its ``solve`` takes callables that the gate answers (see
 :mod:`dprlhf.updates.privls.oracle`). Oracles that no language model's round may ask, and all of
-them on plain arrays, are in :mod:`dprlhf.papers.regression`.
+them on plain arrays, are in ``papers/regression``, beside the package.
 """

@@ -6,9 +6,8 @@ An oracle never holds users' data. It queries them through a callable that its c
   function of one user; J calls are J releases of the same users.
 - :class:`Select`, for the exponential mechanism, answers with the index of a candidate.
 
-So the same oracle runs by itself (:func:`dprlhf.papers.regression.fit` makes the callable) and
-inside a training round, where the caller sums over micro-batches and processes and the gate adds
-the noise.
+So the same oracle runs by itself (``papers/regression``, beside the package) and inside a training
+round, where the caller sums over micro-batches and processes and the gate adds the noise.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Select(Protocol):
         Args:
             loss: Computes each user's loss under each candidate, ``[users, candidates]``.
             largest: Upper bound of a loss, which is in [0, largest]. The implementation
-                (:mod:`dprlhf.papers.regression.exponential`) sums by ``total_units``, which clamps
+                (``papers/regression/exponential.py``) sums by ``total_units``, which clamps
                 losses to it, and draws by ``choose``.
         """
 

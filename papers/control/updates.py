@@ -17,10 +17,6 @@ import torch
 from dprlhf import recipe
 from dprlhf.boundary import Private, Released, open_released
 from dprlhf.gradients.clipping import clipped_vectors
-from dprlhf.papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
-from dprlhf.papers.control.rows import ControlPolicy, TrajectoryRows
-from dprlhf.papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
-from dprlhf.papers.control.trajectories import Trajectories
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
@@ -29,6 +25,10 @@ from dprlhf.updates.npg import npg as npg_on_rows
 from dprlhf.updates.pg import policy_gradient
 from dprlhf.updates.round import PrivateRound
 from dprlhf.updates.telemetry import TelemetryCoordinates
+from papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
+from papers.control.rows import ControlPolicy, TrajectoryRows
+from papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
+from papers.control.trajectories import Trajectories
 
 NO_TELEMETRY = TelemetryCoordinates(norm=0.0, reward_range=1.0)
 """A control task's release has no coordinates but the update's own."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dprlhf.errors import DprlhfError
-from dprlhf.papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
+from papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.papers.control.policies import Array, ScoredPolicy
-from dprlhf.papers.control.trajectories import Trajectories
+from papers.control.policies import Array, ScoredPolicy
+from papers.control.trajectories import Trajectories
 
 
 @dataclass(frozen=True, repr=False)

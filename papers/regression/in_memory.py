@@ -10,11 +10,11 @@ import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import MOST_USERS, clip_users
-from dprlhf.papers.regression.exponential import choose, total_units
 from dprlhf.privacy.accounting import Adjacency
 from dprlhf.privacy.randomness import gaussian_noise, uniforms
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 from dprlhf.updates.privls.oracle import Contribution
+from papers.regression.exponential import choose, total_units
 
 _MICRO_BATCH = 2**18
 """Number of elements in a micro-batch of contributions, which fit a processor's cache."""

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.papers.control.environments import Environment
-from dprlhf.papers.control.gym import Gymnasium
-from dprlhf.papers.control.policies import Array, TrajectoryPolicy
 from dprlhf.privacy.partition import Allocation
+from papers.control.environments import Environment
+from papers.control.gym import Gymnasium
+from papers.control.policies import Array, TrajectoryPolicy
 
 CHUNK = 64
 """Trajectories simulated together."""

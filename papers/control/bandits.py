@@ -20,8 +20,15 @@ import torch
 from dprlhf.boundary import Private, open_released
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
-from dprlhf.papers.control.policies import Array, softmax
-from dprlhf.papers.regression import (
+from dprlhf.privacy.accounting import Adjacency
+from dprlhf.privacy.gate import Gate
+from dprlhf.privacy.ledger import Ledger
+from dprlhf.privacy.plan import make_plan
+from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
+from dprlhf.updates.privls.oracle import project
+from papers.control.policies import Array, softmax
+from papers.regression import (
     ISSP,
     Exponential,
     ImproperBatchSGD,
@@ -30,14 +37,7 @@ from dprlhf.papers.regression import (
     SufficientStatistics,
     fit,
 )
-from dprlhf.papers.regression.on_arrays import gaussian_budget
-from dprlhf.privacy.accounting import Adjacency
-from dprlhf.privacy.gate import Gate
-from dprlhf.privacy.ledger import Ledger
-from dprlhf.privacy.plan import make_plan
-from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
-from dprlhf.updates.privls.oracle import project
+from papers.regression.on_arrays import gaussian_budget
 
 ADJACENCY: Adjacency = "zero-out"
 DELTA = 1e-5

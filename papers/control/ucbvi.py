@@ -26,9 +26,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.papers.control.environments import Riverswim
-from dprlhf.papers.control.policies import Array
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
+from papers.control.environments import Riverswim
+from papers.control.policies import Array
 
 FAMILIES = 3
 """The number of families of counters: visits, rewards, transitions."""

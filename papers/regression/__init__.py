@@ -7,11 +7,11 @@ users and any condition number; ``improper-batch-sgd`` (whose predictor is not l
 ``projected-sgd`` any dimension.
 """
 
-from dprlhf.papers.regression.exponential import Exponential
-from dprlhf.papers.regression.issp import ISSP
-from dprlhf.papers.regression.on_arrays import Oracle, fit
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+from papers.regression.exponential import Exponential
+from papers.regression.issp import ISSP
+from papers.regression.on_arrays import Oracle, fit
 
 __all__ = [
     "ISSP",

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 from dprlhf.boundary import Private
-from dprlhf.papers.control.environments import Environment, make_environment
-from dprlhf.papers.control.policies import Array
-from dprlhf.papers.control.settings import PGPE, ControlRecipe, TrajectoryNPG
-from dprlhf.papers.control.trajectories import collect, evaluate
-from dprlhf.papers.control.updates import UPDATES, ControlRound
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import PrivacyCost
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
+from papers.control.environments import Environment, make_environment
+from papers.control.policies import Array
+from papers.control.settings import PGPE, ControlRecipe, TrajectoryNPG
+from papers.control.trajectories import collect, evaluate
+from papers.control.updates import UPDATES, ControlRound
 
 Watch = Callable[[int, Array], None]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dprlhf.papers.control.bandits import PAPER_RATE, SLOPE
-from dprlhf.papers.control.run_rows import MeasuredRow
-from dprlhf.papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
 from dprlhf.runs.measurements import Result, write_results
+from papers.control.bandits import PAPER_RATE, SLOPE
+from papers.control.run_rows import MeasuredRow
+from papers.control.tables import BANDIT_EPSILONS, BANDIT_UPDATES, BANDIT_USERS, ISSP_USERS
 
 
 def write(measured: dict[str, list[MeasuredRow]], out: Path, command: str, seeds: int) -> str:
@@ -120,8 +120,8 @@ def markdown(measured: dict[str, list[MeasuredRow]], seeds: int) -> str:
     lines = [
         "# Control, dosing and bandits: measured",
         "",
-        f"Written by `dprlhf bench control`: mean ± standard deviation over {seeds} seeds of the"
-        " final released policy on fresh simulated trajectories. ε is an upper bound. Rows with"
+        f"Written by `python -m papers.control`: mean ± standard deviation over {seeds} seeds of"
+        " the final released policy on fresh simulated trajectories. ε is an upper bound. Rows with"
         " add-remove were measured before zero-out became the default; the same ε holds under"
         " zero-out. Settings were tuned on fresh simulated users (other seeds), not on those of the"
         " table.",

@@ -12,17 +12,17 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from dprlhf.errors import DprlhfError
-from dprlhf.papers.control.environments import Environment
-from dprlhf.papers.control.policies import (
+from dprlhf.privacy.accounting import Adjacency, Partition
+from dprlhf.recipe import Optimizer, Oracle, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.loading import read_settings
+from papers.control.environments import Environment
+from papers.control.policies import (
     Array,
     LinearAction,
     LogLinearSoftmax,
     MLPSoftmax,
     TrajectoryPolicy,
 )
-from dprlhf.privacy.accounting import Adjacency, Partition
-from dprlhf.recipe import Optimizer, Oracle, PositiveFloat, PositiveInt, Settings
-from dprlhf.recipe.loading import read_settings
 
 LEAKS = {
     "batch": "advantages normalised over the batch couple all users of a round",
@@ -32,7 +32,7 @@ LEAKS = {
 
 
 class TrajectoryPolicySettings(Settings):
-    """Which policy acts, and how it sees observations (:mod:`dprlhf.papers.control.policies`)."""
+    """Which policy acts, and how it sees observations (:mod:`papers.control.policies`)."""
 
     type: Literal["log-linear", "mlp", "linear"] = "log-linear"
     hidden: PositiveInt = 64  # Units of the hidden layer of mlp
@@ -123,7 +123,7 @@ class TrajectoryPrivacy(Settings):
 class ControlRecipe(Settings):
     """The settings of a run on a control task, one YAML file of ``recipes/control``."""
 
-    environment: str  # Name of the task (:data:`dprlhf.papers.control.environments.ENVIRONMENTS`)
+    environment: str  # Name of the task (:data:`papers.control.environments.ENVIRONMENTS`)
     users: PositiveInt = 1000  # Number N of users; a user is one trajectory
     rounds: PositiveInt = 100  # Number T of rounds
     privacy: TrajectoryPrivacy = TrajectoryPrivacy()

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from dprlhf.errors import DprlhfError
-from dprlhf.papers.regression.exponential import Exponential
-from dprlhf.papers.regression.in_memory import InMemoryRelease, InMemorySelect, issp_draws
-from dprlhf.papers.regression.issp import ISSP
 from dprlhf.privacy.accounting import noise_multiplier
 from dprlhf.privacy.randomness import new_key
 from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.oracle import Fit, Guarantee, finite_rows
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+from papers.regression.exponential import Exponential
+from papers.regression.in_memory import InMemoryRelease, InMemorySelect, issp_draws
+from papers.regression.issp import ISSP
 
 Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | ProjectedSGD
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from dprlhf.papers.control import bandits
-from dprlhf.papers.control.environments import Riverswim, make_environment
-from dprlhf.papers.control.policies import softmax
-from dprlhf.papers.control.settings import PGPE, load
-from dprlhf.papers.control.tables import TABLES, TableRow
-from dprlhf.papers.control.train import ControlOutcome, train
-from dprlhf.papers.control.ucbvi import Counting, ucbvi
 from dprlhf.privacy.plan import json_ready
 from dprlhf.runs.many import run_missing
+from papers.control import bandits
+from papers.control.environments import Riverswim, make_environment
+from papers.control.policies import softmax
+from papers.control.settings import PGPE, load
+from papers.control.tables import TABLES, TableRow
+from papers.control.train import ControlOutcome, train
+from papers.control.ucbvi import Counting, ucbvi
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""Tables and checks of the source papers (extra ``papers``), never loaded by ``dprlhf train``."""
