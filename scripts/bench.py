@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
-# Before torch is loaded: threads that spin starve each other where cores are shared.
+# Before the parts load torch: threads that spin starve each other where cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from tqdm import tqdm
-
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import write_results
 
 ON_A_GPU = 3  # repeats there, at most
 PARTS = {  # name: (module, repeats, repeats of --quick)
@@ -31,7 +30,6 @@ PARTS = {  # name: (module, repeats, repeats of --quick)
     "trl": ("bench.against_trl", 3, 2),
     "logprobs": ("bench.logprobs", 9, 1),
     "sharing": ("bench.sharing", 5, 1),
-    "accounting": ("bench.accounting", 5, 1),
 }
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "bench.json"
 
@@ -39,35 +37,24 @@ OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "bench.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small models; writes no results")
+    parser.add_argument("--quick", action="store_true", help="small models; keeps no results")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--repeats", type=int, help="measured repeats of every side")
     parser.add_argument("--results", type=Path, help=f"where to write (default {OUT.name})")
     options = parser.parse_args()
-    out = options.results or (None if options.quick else OUT)
+    quick = Path(tempfile.gettempdir()) / "bench-quick.json"
+    out = options.results or (quick if options.quick else OUT)
     warnings.simplefilter("ignore")  # deprecations of the libraries
-    rows: list[Result] = []
     for part in options.parts:
         module, repeats, few = PARTS[part]
         repeats = min(repeats, ON_A_GPU) if options.device == "cuda" else repeats
-        with tqdm(desc=part, unit=" runs") as bar:
-            for row in importlib.import_module(module).results(
-                quick=options.quick,
-                device=options.device,
-                repeats=options.repeats or (few if options.quick else repeats),
-                tick=bar.update,
-            ):
-                if options.quick:  # small models say nothing about a goal
-                    row = replace(row, goal="", holds=None)
-                if options.device == "cuda":  # beside the rows of a CPU, not in their place
-                    row = replace(row, name=f"{row.name}, on a GPU")
-                rows.append(row)
-                if out is not None:  # at once: a long run may be interrupted
-                    write_results(out, [row])
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        word = {True: "holds", False: "SHORT", None: ""}[row.holds]
-        print(f"{word:<6} {row.name:<{width}} {row.value:>9.4g} {row.unit:<3} {row.goal}")
+        for row in importlib.import_module(module).results(
+            quick=options.quick, device=options.device, repeats=few if options.quick else repeats
+        ):
+            if options.quick:  # small models say nothing about a goal
+                row = replace(row, goal="", holds=None)
+            if options.device == "cuda":  # beside the rows of a CPU, not in their place
+                row = replace(row, name=f"{row.name}, on a GPU")
+            write_results(out, [row], show=True)  # at once: a long run may be interrupted
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
 from bench import models
-from bench.measure import Tick, interleaved, peak_bytes, ratio, resident_bytes
+from bench.measure import interleaved, peak_bytes, ratio, resident_bytes
 from bench.overhead import NAMES, clipped, weighted_logprobs
 from dprlhf.boundary import open_private
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -36,17 +36,13 @@ Losses = Callable[[], torch.Tensor]
 """The loss of each row, ``[rows]``."""
 
 
-def results(
-    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
-) -> Iterator[Result]:
+def results(*, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     """Yield Opacus' time and memory over ours, for each model."""
     for kind, part in CASES:
-        yield from _case(kind, part, quick, device, repeats, tick)
+        yield from _case(kind, part, quick, device, repeats)
 
 
-def _case(
-    kind: models.Kind, part: str, quick: bool, device: str, repeats: int, tick: Tick
-) -> Iterator[Result]:
+def _case(kind: models.Kind, part: str, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     rows, tokens = (8, 16) if quick else SIZES[device]
     sides, owners, _ = case(kind, part, quick, device, rows=rows, tokens=tokens)
     opacus = list(sides)[1:]
@@ -56,7 +52,7 @@ def _case(
         title = f"clipped sum by Opacus {name}, {NAMES[kind]}, {part}: relative difference"
         yield Result(title, error, "1", f"at most {TOLERANCE:g}", error <= TOLERANCE)
 
-    times = interleaved(sides, repeats, tick)
+    times = interleaved(sides, repeats)
     peaks = {n: [float(peak_bytes(c, resident_bytes(owners[n])))] for n, c in sides.items()}
     for name in opacus:
         title = f"Opacus {name} over ours, {NAMES[kind]}, {part}"

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from bench import models
-from bench.measure import Tick, Turns, ratio, seconds
+from bench.measure import Turns, ratio, seconds
 from dprlhf import train
 from dprlhf.assets import resolve
 from dprlhf.errors import DprlhfError
@@ -89,9 +89,7 @@ GOALS = {"cpu": {"RLOO": 3.0, "GRPO": 3.0}, "cuda": {"RLOO": 1.5, "GRPO": 1.0}}
 """Least ratio of TRL's time to ours, by device and algorithm."""
 
 
-def results(
-    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
-) -> Iterator[Result]:
+def results(*, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     """Yield the time of a TRL step over the time of a private round."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -100,15 +98,15 @@ def results(
         with tempfile.TemporaryDirectory() as folder:
             sides = Sides(Path(folder), work, repeats + 1, device, quick)
             for ours, theirs in sides.comparisons():
-                yield from _compared(ours, theirs, f", {label}" if label else "", device, tick)
+                yield from _compared(ours, theirs, f", {label}" if label else "", device)
                 gc.collect()  # one comparison after the other: all at once need more than 20 GB
 
 
 def _compared(
-    ours: dict[str, Loop], theirs: dict[str, Loop], label: str, device: str, tick: Tick
+    ours: dict[str, Loop], theirs: dict[str, Loop], label: str, device: str
 ) -> Iterator[Result]:
     turns = Turns(ours | theirs)
-    turns.run(tick)
+    turns.run()
     for name in theirs:
         for mine in ours:
             yield from ratio(

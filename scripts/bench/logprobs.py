@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from bench.measure import Tick, interleaved, peak_bytes, ratio, seconds
+from bench.measure import interleaved, peak_bytes, ratio, seconds
 from dprlhf.policies.head_logprobs import chosen_logprobs
 from dprlhf.runs.measurements import Result
 
 ROWS, VOCABULARY = 1536, 49_152  # a round of 96 responses of 16 tokens, SmolLM2's vocabulary
 
 
-def results(
-    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
-) -> Iterator[Result]:
+def results(*, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     """Yield time and peak memory of a forward and a backward pass, over those of ours."""
     rows, words = (64, 512) if quick else (ROWS, VOCABULARY)
     for dtype in (torch.bfloat16, torch.float32):
@@ -37,7 +35,7 @@ def results(
                 lambda x, y: -F.cross_entropy(x.float(), y, reduction="none")
             ),
         }
-        times = interleaved(sides, repeats, tick)
+        times = interleaved(sides, repeats)
         name = f"cross_entropy over chosen log-probabilities, {str(dtype)[6:]} logits"
         yield from ratio(f"{name}: time", times["cross_entropy"], times["ours"])
         peaks = {side: peak_bytes(run, resident=0) for side, run in sides.items()}

@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 
+from dprlhf.runs import measurements
 from dprlhf.runs.measurements import Result
 
-Tick = Callable[[], object]
 
-
-def interleaved(
-    sides: Mapping[str, Callable[[], object]], repeats: int, tick: Tick = lambda: None
-) -> dict[str, list[float]]:
+def interleaved(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Time the sides in turn, after one uncounted call of each; seconds of every repeat.
 
     Load that comes and goes then meets all sides alike. Every other repeat runs in the opposite
@@ -33,7 +30,6 @@ def interleaved(
             sides[name]()
             if repeat:
                 seconds[name].append(_now() - start)
-            tick()
     return seconds
 
 
@@ -60,11 +56,10 @@ class Turns:
         self._turn = threading.Condition()
         self._errors: list[BaseException] = []
 
-    def run(self, tick: Tick = lambda: None) -> None:
+    def run(self) -> None:
         """Run all loops to their end; an error in one of them is raised here."""
         threads = [
-            threading.Thread(target=self._run, args=(name, tick), daemon=True)
-            for name in self._loops
+            threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._loops
         ]
         for thread in threads:
             thread.start()
@@ -73,7 +68,7 @@ class Turns:
         if self._errors:
             raise self._errors[0]
 
-    def _run(self, name: str, tick: Tick) -> None:
+    def _run(self, name: str) -> None:
         first, start = True, 0.0
 
         def lap() -> None:
@@ -81,7 +76,6 @@ class Turns:
             if not first:
                 self.laps[name].append(_now() - start)
             first = False
-            tick()
             with self._turn:
                 self._order.append(self._order.pop(0))
                 self._turn.notify_all()
@@ -166,12 +160,11 @@ def ratio(
     """Return the median ratio of paired measurements, with its quartiles as the spread."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     middle = statistics.median(ratios)
-    goal, holds = "", None
+    rows = [Result(name, middle, "1")]
     if at_most is not None:
-        goal, holds = f"at most {at_most:g}", middle <= at_most
+        rows = [measurements.at_most(name, middle, "1", at_most)]
     elif at_least is not None:
-        goal, holds = f"at least {at_least:g}", middle >= at_least
-    rows = [Result(name, middle, "1", goal, holds)]
+        rows = [measurements.at_least(name, middle, "1", at_least)]
     if len(ratios) > 1:
         lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
         rows += [

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench import models
-from bench.measure import Tick, interleaved, peak_bytes, ratio, resident_bytes, seconds
+from bench.measure import interleaved, peak_bytes, ratio, resident_bytes, seconds
 from dprlhf.boundary import Private, open_released
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -43,9 +43,7 @@ SIZES = {  # users, responses of each, tokens of a prompt and of a response
 NAMES = {"gpt2": "GPT-2", "llama": "Llama"}
 
 
-def results(
-    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
-) -> Iterator[Result]:
+def results(*, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     """Yield time and peak memory of both kinds of update, for each model."""
     for (kind, part), (time_goal, memory_goal) in GOALS.items():
         model = models.causal_lm(kind, small=quick).to(device)
@@ -56,7 +54,7 @@ def results(
             sides = {
                 "private": updates.private, "plain": updates.plain, "autograd": updates.autograd,
             }  # fmt: skip
-            times = interleaved(sides, repeats, tick)
+            times = interleaved(sides, repeats)
             resident = resident_bytes(policy.model, updates.optimizer)
             peaks = {
                 name: float(peak_bytes(sides[name], resident)) for name in ("private", "plain")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from bench import models
-from bench.measure import Tick, interleaved, peak_bytes, ratio
+from bench.measure import interleaved, peak_bytes, ratio
 from bench.overhead import clipped
 from dprlhf.hardware import native_dtype
 from dprlhf.runs.measurements import Result
@@ -18,9 +18,7 @@ ROWS = 32
 SHAPES = ((2, 16, 16), (4, 64, 16), (8, 256, 32))  # responses to a prompt; tokens of both
 
 
-def results(
-    *, quick: bool, device: str, repeats: int, tick: Tick = lambda: None
-) -> Iterator[Result]:
+def results(*, quick: bool, device: str, repeats: int) -> Iterator[Result]:
     """Yield time and peak memory of the rows apart, over those behind a shared prompt."""
     dtype = native_dtype(device)
     model = models.causal_lm("llama", small=quick).to(device, dtype)
@@ -32,7 +30,7 @@ def results(
             side: functools.partial(clipped, policy, rows, weights, 1.0)
             for side, rows in {"shared": batch, "apart": replace(batch, num_generations=1)}.items()
         }
-        times = interleaved(sides, repeats, tick)
+        times = interleaved(sides, repeats)
         shape = f"{each} responses of {response} tokens to a prompt of {prompt}, {str(dtype)[6:]}"
         name = f"rows apart over a shared prompt, {shape}"
         yield from ratio(f"{name}: time", times["apart"], times["shared"])

@@ -37,23 +37,15 @@ def machine() -> str:
 
 
 def command() -> str:
-    """Return the command line of this process, with the script relative to the current folder.
-
-    ``--write-only`` and ``--runs FOLDER`` are left out: they say what is run again and where it is
-    kept, not what is measured.
-    """
-    script = Path(sys.argv[0])
+    """Return the command line of this process, with the script relative to the current folder."""
+    script, module = Path(sys.argv[0]), sys.modules["__main__"].__spec__
+    if module is not None:
+        return shlex.join(["python", "-m", module.name, *sys.argv[1:]])
     try:
         shown = str(script.resolve().relative_to(Path.cwd()))
     except ValueError:
         shown = script.name
-    given, words = [], iter(sys.argv[1:])
-    for word in words:
-        if word == "--runs":
-            next(words, None)
-        elif word != "--write-only" and not word.startswith("--runs="):
-            given.append(word)
-    return shlex.join(["python", shown, *given])
+    return shlex.join(["python", shown, *sys.argv[1:]])
 
 
 @dataclass(frozen=True)
@@ -70,11 +62,25 @@ class Result:
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
 
-def write_results(path: Path, rows: Iterable[Result]) -> None:
+def at_most(name: str, value: float, unit: str, limit: float) -> Result:
+    """Return a figure whose goal is an upper limit."""
+    return Result(name, value, unit, f"at most {limit:,g}", value <= limit)
+
+
+def at_least(name: str, value: float, unit: str, limit: float) -> Result:
+    """Return a figure whose goal is a lower limit."""
+    return Result(name, value, unit, f"at least {limit:,g}", value >= limit)
+
+
+def write_results(path: Path, rows: Iterable[Result], *, show: bool = False) -> None:
     """Write results to a JSON list, replacing those of the same name and keeping the others."""
+    measured = list(rows)  # before the file is read: it may take hours
     merged = (
         {row["name"]: row for row in json.loads(path.read_text("utf-8"))} if path.exists() else {}
     )
-    merged.update({row.name: asdict(row) for row in rows})
+    for row in measured:
+        merged[row.name] = asdict(row)
+        if show:
+            print(f"{row.value:10.5g} {row.unit:18} {row.goal:34} {row.holds!s:5} {row.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(merged.values()), indent=2) + "\n", encoding="utf-8")
