@@ -7,7 +7,7 @@ of the model on the sequence alone. Last comes what it costs that each pass of a
 has the rows of one user: the time of a run beside that of one which shares passes. Prints a line
 for each cell and writes rows to ``docs/results/review.json``, in about ten minutes on one core::
 
-    PYTHONPATH=src python -m scripts.review.architectures [FAMILY ...]
+    python -m scripts.review.architectures [FAMILY ...]
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "results" / "review.json"
-sys.path.insert(0, str(ROOT / "tests"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import dprlhf  # noqa: E402
-from dprlhf.errors import DprlhfError  # noqa: E402
-from dprlhf.privacy.ledger import read_ledger  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers import families, runs, tiny  # noqa: E402
-from helpers.autograd import relative_error  # noqa: E402
+import dprlhf
+from dprlhf.errors import DprlhfError
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.runs.measurements import Result, at_most, write_results
+from helpers import families, runs, tiny
+from helpers.autograd import relative_error
+
+OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "review.json"
 
 CELLS: dict[str, tuple[str, bool]] = {
     "LoRA on all linear layers": ("lora", False),
@@ -138,15 +137,11 @@ def main() -> None:
                 print(f"{name}: {kind}: {found[kind][0]}", flush=True)
             for outcome in ("trains", "refused", "fails"):
                 count = sum(text.startswith(outcome) for text, _ in found.values())
-                goal = {"goal": "0", "holds": count == 0} if outcome == "fails" else {}
-                rows.append(Result(f"architectures: {outcome}, {name}", count, "families", **goal))
+                goal = ("0", count == 0) if outcome == "fails" else ()
+                rows.append(Result(f"architectures: {outcome}, {name}", count, "families", *goal))
             worst = max((e for text, e in found.values() if text == "trains"), default=0.0)
-            rows.append(
-                Result(
-                    f"architectures: largest relative error of a user's gradient, {name}",
-                    worst, "1", f"at most {TOLERANCE}", worst <= TOLERANCE,
-                )
-            )  # fmt: skip
+            of = f"architectures: largest relative error of a user's gradient, {name}"
+            rows.append(at_most(of, worst, "1", TOLERANCE))
     if not sys.argv[1:]:
         write_results(OUT, [*rows, row_of_experts()])
 

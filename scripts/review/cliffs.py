@@ -3,25 +3,21 @@
 Writes rows to ``docs/results/review.json``. The walks are as in ``tests/privacy/test_cliffs.py``,
 longer and from more places::
 
-    PYTHONPATH=src python -m scripts.review.cliffs
+    python -m scripts.review.cliffs
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "results" / "review.json"
-sys.path.insert(0, str(ROOT / "tests"))
+from dprlhf.privacy.accounting import Adjacency, Partition
+from dprlhf.runs.measurements import at_least, at_most, write_results
+from helpers.cliffs import LIMIT, Axis, Point, largest, walk
 
-from dprlhf.privacy.accounting import Adjacency, Partition  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers.cliffs import LIMIT, Axis, Point, largest, walk  # noqa: E402
+OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "review.json"
 
 
 def walks() -> Iterator[tuple[Point, Axis, int]]:
@@ -66,19 +62,15 @@ def _walked(job: tuple[Point, Axis, int]) -> tuple[int, str, float, str]:
 
 def main() -> None:
     """Walk, the quick walks first, print each, and write the rows of those so far."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=2)
     plans, most = 0, {"a noise multiplier": 0.0, "an epsilon": 0.0}
-    with multiprocessing.Pool(parser.parse_args().jobs) as pool:
+    with multiprocessing.Pool(2) as pool:
         for count, cost, jump, where in pool.imap_unordered(_walked, list(walks())[::-1]):
             print(f"{count} plans, {cost}: {jump:.4f} at {where}", flush=True)
             plans, most[cost] = plans + count, max(jump, most[cost])
-            rows = [Result("cliffs: plans", plans, "plans", "at least 10,000", plans >= 10_000)]
+            write_results(OUT, [at_least("cliffs: plans", plans, "plans", 10_000)])
             for name, value in most.items():
-                goal, holds = f"at most {LIMIT}", value <= LIMIT
                 shown = f"cliffs: largest jump of {name}, at epsilon up to 500"
-                rows.append(Result(shown, value, "1", goal, holds))
-            write_results(OUT, rows)
+                write_results(OUT, [at_most(shown, value, "1", LIMIT)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rows that belong to two people: what one person can move, and how many people a matching keeps.
 
-    PYTHONPATH=src:tests python -m scripts.review.owners --chitchat dataset.json
+    python -m scripts.review.owners --chitchat dataset.json
 
 Writes rows to ``docs/results/feedback.json``. The first part is brute force: in small runs every
 person's rows are blanked in turn, with what was released before held fast, and the largest change
@@ -29,12 +29,11 @@ from dprlhf.boundary import Released
 from dprlhf.data.users import Users
 from dprlhf.privacy.gate import Gate
 from dprlhf.recipe import Data
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import Result, at_most, write_results
 from helpers.runs import run_settings, save_sharp
 from helpers.stages import stage_of_logs
 
 OUT = Path(__file__).resolve().parents[2] / "docs/results/feedback.json"
-COMMAND = "python -m scripts.review.owners --chitchat dataset.json"
 OWNERS, KEPT = ["a", "b"], 2
 TALKS = [
     ("p0", "p1"), ("p1", "p2"), ("p2", "p3"), ("p3", "p3"), ("p4", "p5"), ("p4", "p6"),
@@ -46,11 +45,8 @@ def blanked(person: str | None) -> list[dict[str, Any]]:
     """Return two rows of each talk, with nothing but their owners where a person took part."""
     rows = []
     for n, (a, b) in enumerate(TALKS * 2):
-        row: dict[str, Any] = {
-            "prompt": f"{a} to {b} {n}",
-            "completion": f" {n}",
-            "label": n % 3 > 0,
-        }
+        row: dict[str, Any] = {"prompt": f"{a} to {b} {n}", "completion": f" {n}"}
+        row["label"] = n % 3 > 0
         if person in (a, b):
             row = dict.fromkeys(row)
         rows.append({**row, "a": a, "b": b})
@@ -105,7 +101,7 @@ def influence() -> list[Result]:
     whole, rows = prompts(None), []
     moved = max(sum(a != b for a, b in zip(prompts(p), whole, strict=True)) for p in people)
     name = "owners: one of 12 people blanked: users changed, most of all people"
-    rows.append(Result(name, moved, "users", "at most 1", moved <= 1, COMMAND))
+    rows.append(at_most(name, moved, "users", 1))
     with tempfile.TemporaryDirectory() as folder:
         model = save_sharp(Path(folder) / "model")
         for stage, unit in (("rl", OWNERS), ("feedback", OWNERS), ("feedback", "a")):
@@ -120,7 +116,7 @@ def influence() -> list[Result]:
             name = f"owners: one of 12 people blanked, {stage}: largest change of a round's sum"
             goal, held = ("at most 1", largest <= 1 + 1e-6) if unit == OWNERS else ("", None)
             name += "" if unit == OWNERS else ", with one owner as the user"
-            rows.append(Result(name, largest, "clip norms", goal, held, COMMAND))
+            rows.append(Result(name, largest, "clip norms", goal, held))
     return rows
 
 
@@ -151,10 +147,8 @@ def chitchat(file: Path) -> list[Result]:
     by_degree = sorted(pairs, key=lambda pair: (degree[pair[0]] + degree[pair[1]], pair))
     assert {frozenset(pair) for pair in kept} == {frozenset(p) for p in chosen(by_degree, 1)}
 
-    def row(
-        name: str, value: float, unit: str, goal: str = "", holds: bool | None = None
-    ) -> Result:
-        return Result(f"owners: chitchat, {name}", value, unit, goal, holds, COMMAND)
+    def row(name: str, *given: Any) -> Result:
+        return Result(f"owners: chitchat, {name}", *given)
 
     share, first, of = users.count / best, len(chosen(pairs, 1)) / best, "over a maximum matching's"
     found = [
@@ -177,9 +171,7 @@ def main() -> None:
     parser.add_argument("--chitchat", type=Path, help="dataset.json of chitchat-dataset 0.9.0")
     options = parser.parse_args()
     rows = influence() + (chitchat(options.chitchat) if options.chitchat else [])
-    for one in rows:
-        print(one.name, one.value, one.goal, one.holds)
-    write_results(OUT, rows)
+    write_results(OUT, rows, show=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 Writes rows to ``docs/results/places.json``::
 
-    PYTHONPATH=src python -m scripts.review.places
+    python -m scripts.review.places
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,29 +18,29 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from bench import models, overhead
+from bench.measure import peak_bytes, resident_bytes
+from dprlhf import recipe
+from dprlhf.boundary import Private
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import Weighted, clipped_sum
+from dprlhf.policies.loading import make_policy
+from dprlhf.rollout import sample
+from dprlhf.runs.measurements import Result, at_most, write_results
+from dprlhf.training import layout
+from dprlhf.training.memory import memory_of
+from helpers import kernels, tiny
+from rollout.test_rollout import neighbours, policy_of
+from training.test_layout import check, shapes_of
+from training.test_layout import policy_of as of_layout
+
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "places.json"
-sys.path.insert(0, str(ROOT / "tests"))
-
-from dprlhf import recipe  # noqa: E402
-from dprlhf.boundary import Private  # noqa: E402
-from dprlhf.data.users import Prompts  # noqa: E402
-from dprlhf.gradients.clipping import Weighted, clipped_sum  # noqa: E402
-from dprlhf.policies.loading import make_policy  # noqa: E402
-from dprlhf.rollout import sample  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers import tiny  # noqa: E402
 
 
 def verdicts() -> list[Result]:
     """Try the check at the start, and neighbouring rounds, on stand-in kernels."""
-    from dprlhf.errors import DprlhfError
-    from dprlhf.training import layout
-    from helpers import kernels
-    from rollout.test_rollout import neighbours, policy_of
-    from training.test_layout import check, shapes_of
-    from training.test_layout import policy_of as of_layout
-
     stand_ins = {
         "its place": (kernels.by_place, True),
         "the shape": (kernels.by_shape, True),
@@ -57,15 +56,9 @@ def verdicts() -> list[Result]:
             check(made, shapes_of())
         except DprlhfError:
             accepted = False
-        found.append(
-            Result(
-                f"accepted at the start: a kernel in which a row rounds by {name}",
-                float(accepted),
-                "1",
-                "accepted" if sound else "refused",
-                accepted == sound,
-            )
-        )
+        row = f"accepted at the start: a kernel in which a row rounds by {name}"
+        goal = "accepted" if sound else "refused"
+        found.append(Result(row, float(accepted), "1", goal, accepted == sound))
         if sound:
             tiny_policy = policy_of("gpt2", torch.float32)
             kernels.attach(tiny_policy, kernel)
@@ -129,9 +122,7 @@ def one_width() -> list[Result]:
             ratios.append(together / apart)
         ratio = statistics.median(ratios[1:])  # the first warms up
         name = "processor time of a round on one thread, one width over width classes"
-        found.append(
-            Result(f"{name}: {mixture}, {USERS} prompts", ratio, "1", "at most 1.1", ratio <= 1.1)
-        )
+        found.append(at_most(f"{name}: {mixture}, {USERS} prompts", ratio, "1", 1.1))
     return found
 
 
@@ -164,11 +155,6 @@ def recipe_of(folder: str, config: Any, prompt: int, response: int, **policy: An
 
 def memories() -> list[Result]:
     """Return what larger models take of 80 GB, and how near the estimate comes to a peak."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from bench import models, overhead
-    from bench.measure import peak_bytes, resident_bytes
-    from dprlhf.training.memory import memory_of
-
     found = []
     for (shape, sizes), (how, spec) in itertools.product(SHAPES.items(), TRAINED.items()):
         hidden, inner, layers, heads, groups = sizes
@@ -211,4 +197,5 @@ def memories() -> list[Result]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_results(OUT, [*verdicts(), *one_width(), *memories()])
+    for part in (verdicts, one_width, memories):
+        write_results(OUT, part(), show=True)

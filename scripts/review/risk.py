@@ -7,7 +7,7 @@ Writes rows to ``docs/results/risk.json``. The truth is a closed form for disjoi
 convolution of the likelihood ratio's cells for random allocation and Poisson sampling, and for all
 plans a simulation of the likelihood ratio. riskcal and gdpnum are asked where they are installed::
 
-    PYTHONPATH=src python -m scripts.review.risk [plans] [seconds] [audits] [prompts] [erase]
+    python -m scripts.review.risk [plans] [seconds] [audits] [prompts] [erase]
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import multiprocessing
 import secrets
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,27 +29,24 @@ from safetensors.torch import load_file
 from scipy import fft
 from scipy.special import ndtr
 from scipy.stats import beta, norm
+from scripts.review.first_run import small_model
 
-ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "docs" / "results" / "risk.json"
-sys.path.insert(0, str(ROOT / "tests"))
+import dprlhf
+from dprlhf.audit.one_run import CONFIDENCE, audit, audit_plan
+from dprlhf.boundary import open_private
+from dprlhf.privacy.accounting import Mechanism
+from dprlhf.privacy.max_guess import plan_within
+from dprlhf.privacy.partition import allocate
+from dprlhf.privacy.plan import make_plan
+from dprlhf.privacy.risk import FALSE_POSITIVES, risk
+from dprlhf.recipe import make_recipe
+from dprlhf.runs.measurements import Result, at_least, at_most, write_results
+from dprlhf.runs.withdrawal import erase
+from helpers import tiny
+from helpers.fixed import KEY, fix_randomness
+from helpers.risks import Floats, simulated
 
-from scripts.review.first_run import small_model  # noqa: E402
-
-import dprlhf  # noqa: E402
-from dprlhf.audit.one_run import CONFIDENCE, audit, audit_plan  # noqa: E402
-from dprlhf.boundary import open_private  # noqa: E402
-from dprlhf.privacy.accounting import Mechanism  # noqa: E402
-from dprlhf.privacy.max_guess import plan_within  # noqa: E402
-from dprlhf.privacy.partition import allocate  # noqa: E402
-from dprlhf.privacy.plan import make_plan  # noqa: E402
-from dprlhf.privacy.risk import FALSE_POSITIVES, risk  # noqa: E402
-from dprlhf.recipe import make_recipe  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from dprlhf.runs.withdrawal import erase  # noqa: E402
-from helpers import tiny  # noqa: E402
-from helpers.fixed import KEY, fix_randomness  # noqa: E402
-from helpers.risks import Floats, simulated  # noqa: E402
+OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "risk.json"
 
 DELTA = 1e-5
 CELL = 2e-4  # of log L
@@ -182,11 +178,9 @@ def library(plans_: list[Mechanism]) -> list[Result]:
     kind = f"risk: poisson, {len(plans_)} plans: "
     return [
         Result(f"{kind}stated hit rates below riskcal's, which round up", below, "relative"),
-        Result(f"{kind}stated hit rates above riskcal's", above, "relative", "at most 0.01",
-               above <= 0.01),
-        Result(f"{kind}gdp_mu over gdpnum's mu, largest", max(mus), "ratio", "at most 1.01",
-               max(mus) <= 1.01),
-    ]  # fmt: skip
+        at_most(f"{kind}stated hit rates above riskcal's", above, "relative", 0.01),
+        at_most(f"{kind}gdp_mu over gdpnum's mu, largest", max(mus), "ratio", 1.01),
+    ]
 
 
 def compare(kind: str) -> tuple[list[Result], list[float]]:
@@ -213,8 +207,7 @@ def compare(kind: str) -> tuple[list[Result], list[float]]:
         rows += [
             Result(f"{start}exact figures above the stated ones", max(low), "relative",
                    "at most 1e-4, the error of the exact one", max(low) <= 1e-4),
-            Result(f"{start}stated figures above the exact ones", max(high), "relative",
-                   "at most 0.01", max(high) <= 0.01),
+            at_most(f"{start}stated figures above the exact ones", max(high), "relative", 0.01),
         ]  # fmt: skip
     if kind != "disjoint":
         rows += [
@@ -224,8 +217,6 @@ def compare(kind: str) -> tuple[list[Result], list[float]]:
                    "plans", f"all {count}", within == count),
             Result(f"{start}stated above simulated and 4 standard errors", loose, "relative"),
         ]  # fmt: skip
-    for row in rows:
-        print(row.name, row.value, row.holds, flush=True)
     return rows, seconds
 
 
@@ -245,12 +236,8 @@ def time_plans() -> list[Result]:
             for guess in GUESSES:
                 took = pool.map(timed, [(kind, guess)] * 3, chunksize=1)
                 slowest = max(slowest, float(np.median(took)))
-            name, unit = (
-                f"risk: CPU seconds of a plan for a guess: {kind}",
-                "median of 3, slower of 2",
-            )
-            rows.append(Result(name, slowest, f"s, {unit}", "at most 4", slowest <= 4))
-            print(name, slowest, flush=True)
+            name = f"risk: CPU seconds of a plan for a guess: {kind}"
+            rows.append(at_most(name, slowest, "s, median of 3, slower of 2", 4))
     return rows
 
 
@@ -265,8 +252,7 @@ def audited(count: int = 100) -> list[Result]:
             wrong = found.guesses - found.right
             below += float(beta.ppf(1 - CONFIDENCE, found.right, wrong + 1)) <= stated
         name = f"risk: audits whose best guess is at most the stated one: {partition}"
-        rows.append(Result(name, below, f"of {count}", "at least 95", below >= 95))
-        print(name, below, flush=True)
+        rows.append(at_least(name, below, f"of {count}", 95))
     return rows
 
 
@@ -292,7 +278,6 @@ def prompt_audits() -> list[Result]:
                 if space == "prompt":
                     alone = found.bound_any / found.epsilon
                     rows.append(Result(f"{start}the same from the policy alone", alone, unit))
-                print(name, space, share, found.verdict, flush=True)
     return rows
 
 
@@ -342,17 +327,18 @@ def erased() -> list[Result]:
     ]
     kinds = set(runs["erased"]) ^ set(runs["whole_"])
     sizes = [n for n, size in runs["blanks"].items() if runs["erased"].get(n) != size]
-    print(same, kinds, sizes, touched, flush=True)
     start = f"risk: {len(gone)} of 240 users, of the last round, erased after 2 of 4: "
     return [
         Result(f"{start}weights equal those of a run in which they were blank", float(same[0]),
                "1 is yes", "1", same[0] and not same[1]),
-        Result(f"{start}files outside secret/ that the command changed", touched, "files", "0",
-               touched == 0),
-        Result(f"{start}files outside secret/ that it adds or lacks", len(kinds), "files", "0",
-               not kinds),
-        Result(f"{start}files outside secret/ of another size than in that run", len(sizes),
-               "files", "0", not sizes),
+        *(
+            Result(f"{start}files outside secret/ {what}", count, "files", "0", count == 0)
+            for what, count in (
+                ("that the command changed", touched),
+                ("that it adds or lacks", len(kinds)),
+                ("of another size than in that run", len(sizes)),
+            )
+        ),
     ]  # fmt: skip
 
 
@@ -363,19 +349,16 @@ def vowels(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 def compare_all() -> list[Result]:
     """Compare all plans, several kinds at a time."""
-    rows, seconds = [], []
+    seconds: list[float] = []
     with multiprocessing.Pool(2) as pool:
         for found, took in pool.imap_unordered(compare, COUNTS, chunksize=1):
-            write_results(OUT, found)
-            rows += found
+            write_results(OUT, found, show=True)
             seconds += took
-    rows += library(plans("poisson", COUNTS["poisson"])[:10])
     return [
-        *rows,
+        *library(plans("poisson", COUNTS["poisson"])[:10]),
         Result("risk: CPU seconds for a plan, median", float(np.median(seconds)), "s"),
-        Result("risk: CPU seconds for a plan, longest", max(seconds), "s", "at most 4",
-               max(seconds) <= 4),
-    ]  # fmt: skip
+        at_most("risk: CPU seconds for a plan, longest", max(seconds), "s", 4),
+    ]
 
 
 def main() -> None:
@@ -389,7 +372,7 @@ def main() -> None:
     given = parser.parse_args()
     for name, measure in parts.items():
         if not given.parts or name in given.parts:
-            write_results(OUT, measure())
+            write_results(OUT, measure(), show=True)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,14 @@ from unittest import mock
 import pytest
 import torch
 
+from dprlhf.errors import DprlhfError
+from dprlhf.rollout import vllm as backend
+from dprlhf.runs.measurements import Result, at_most, write_results
+from helpers.sampled import draw, five
+from rollout.test_vllm import gaps, on_cpu, policy_in, save_model
+
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "results" / "places.json"
-sys.path.insert(0, str(ROOT / "tests"))
-
-from dprlhf.errors import DprlhfError  # noqa: E402
-from dprlhf.rollout import vllm as backend  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers.sampled import draw, five  # noqa: E402
-from rollout.test_vllm import gaps, on_cpu, policy_in, save_model  # noqa: E402
 
 GPU = "VLLM_BATCH_INVARIANT=1 python -m scripts.review.vllm --gpu"
 ON_GPU = "runs of vLLM in its batch-invariant mode on a GPU"
@@ -79,8 +78,7 @@ def of_engine(dtype: str, where: str) -> Iterator[Result]:
         rows = draw(policy, five(), backend="vllm", responses=32, base_policy="reference")
         far = float(gaps(policy, rows).mean())
         words = f"mean |Δ log p| of a token, vLLM{where} and transformers, {dtype}"
-        goal = FARTHEST[dtype]
-        yield Result(words, far, "nats", f"at most {goal:g}", far <= goal)
+        yield at_most(words, far, "nats", FARTHEST[dtype])
         try:
             backend.check_rows(policy, rows=40, prompt=150, response=100)
             refused = False
@@ -106,9 +104,7 @@ def main() -> None:
     found = [replace(row, command="bash scripts/vllm_check.sh") for row in found]
     if not OUT.exists() or ON_GPU not in OUT.read_text("utf-8"):  # where none was measured yet
         found.append(Result(ON_GPU, 0, "runs", "at least 1", False, command=GPU))
-    write_results(OUT, found)
-    for row in found:
-        print(f"{row.value:8.3g} {row.unit:6} {row.name}")
+    write_results(OUT, found, show=True)
 
 
 if __name__ == "__main__":

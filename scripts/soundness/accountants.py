@@ -23,14 +23,13 @@ from scipy import fft
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+from dprlhf.privacy.accounting import Mechanism, epsilon
+from dprlhf.privacy.partitions.base import round_noise
+from dprlhf.privacy.risk import risk
+from dprlhf.runs.measurements import Result, at_least, at_most, write_results
+from helpers import accountants
 
-from dprlhf.privacy.accounting import Mechanism, epsilon  # noqa: E402
-from dprlhf.privacy.partitions.base import round_noise  # noqa: E402
-from dprlhf.privacy.risk import risk  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers import accountants  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SEED = 20_261_123
 COUNTS = {"disjoint": 440, "random-allocation": 500, "poisson": 40, "several": 20}
@@ -118,12 +117,12 @@ def compare(kind: str, index: int, mechanism: Mechanism, delta: float) -> dict[s
 def results(rows: list[dict[str, Any]]) -> list[Result]:
     """Return what the comparison showed, as rows of ``docs/results/soundness.json``."""
     start = "accountants"
-    out = [Result(f"{start}: random plans compared", len(rows), "plans", "1000", len(rows) == 1000)]
+    out = [at_least(f"{start}: random plans compared", len(rows), "plans", 1000)]
     for kind in ("disjoint", "random-allocation", "poisson"):
         some = [r for r in rows if r["kind"] == kind]
         worst = max(abs(r["epsilon"] - r["reference"]) / max(r["reference"], 0.01) for r in some)
         name = f"{start}: {kind}, largest difference to {some[0]['confirmed_by']}"
-        out.append(Result(name, worst, "of ε", "at most 0.005", worst <= WITHIN))
+        out.append(at_most(name, worst, "of ε", WITHIN))
     bracketed = [r for r in rows if r["lower"] is not None]
     inside = sum(r["lower"] <= r["epsilon"] * (1 + 1e-9) for r in bracketed)
     below = sum(r["epsilon_lower"] <= r["upper"] * (1 + 1e-9) for r in bracketed)
@@ -143,19 +142,14 @@ def vectors(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the first plans of each kind as test vectors, ε with 12 digits."""
     names = (
         "partition", "adjacency", "rounds", "participations", "releases_per_round",
-        "noise_multiplier", "delta",
+        "noise_multiplier", "delta", "epsilon", "confirmed_by", "reference", "lower", "upper",
     )  # fmt: skip
     listed = []
     for kind, count in VECTORS.items():
         for row in [r for r in rows if r["kind"] == kind][:count]:
-            shown = {name: row[name] for name in names}
-            shown |= {
-                "epsilon": float(f"{row['epsilon']:.12g}"),
-                "confirmed_by": row["confirmed_by"],
-            }
-            for name in ("reference", "lower", "upper"):
-                if row[name] is not None:
-                    shown[name] = float(f"{row[name]:.12g}")
+            shown = {name: row[name] for name in names if row[name] is not None}
+            for name in {"epsilon", "reference", "lower", "upper"} & shown.keys():
+                shown[name] = float(f"{shown[name]:.12g}")
             shown["risk"] = stated_risk(shown)
             listed.append(shown)
     return {
@@ -185,11 +179,9 @@ def main() -> None:
         for index, (mechanism, delta) in enumerate(plans(kind, count)):
             rows.append(compare(kind, index, mechanism, delta))
         print(f"{kind}: {count} plans", file=sys.stderr, flush=True)
-    write_results(ROOT / "docs" / "results" / "soundness.json", results(rows))
+    write_results(ROOT / "docs" / "results" / "soundness.json", results(rows), show=True)
     text = json.dumps(vectors(rows), indent=1)
     (ROOT / "docs" / "vectors.json").write_text(text + "\n")
-    for row in results(rows):
-        print(row.name, row.value, row.holds)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ on one book, for two data sets that share users, and eight get SIGKILL at a rand
 tables are read past the book's own code: no user may have more runs than the budget allows, and no
 reservation may be there in part, or be lost after it was confirmed.
 
-    python scripts/soundness/budget.py [--races 50] [--users 100000] [--only sqlite]
+    python -m scripts.soundness.budget [--races 50] [--users 100000] [--only sqlite]
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+from dprlhf.budget import Book, Spending
+from dprlhf.errors import DprlhfError
+from dprlhf.runs.measurements import Result, write_results
+from helpers import postgres, races
 
-from dprlhf.budget import Book, Spending  # noqa: E402
-from dprlhf.errors import DprlhfError  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from helpers import postgres, races  # noqa: E402
+OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "soundness.json"
 
 PROCESSES, KILLS, ALLOWED = 20, 8, 7
 
@@ -82,13 +81,16 @@ def rows_of(engine: str, found: Count, number: int) -> list[Result]:
         f" race sent SIGKILL, {engine}"
     )
     return [
-        Result(f"budget: users over their budget, {how}", found.overspent, "users", "0",
-               found.overspent == 0),
-        Result(f"budget: reservations half written or lost, {how}",
-               found.half_written + found.lost, "reservations", "0",
-               found.half_written + found.lost == 0),
-        Result(f"budget: attempts that ended otherwise than reserved, refused or killed, {engine}",
-               found.failed, "attempts", "0", found.failed == 0),
+        *(
+            Result(f"budget: {what}", count, unit, "0", count == 0)
+            for what, count, unit in (
+                (f"users over their budget, {how}", found.overspent, "users"),
+                (f"reservations half written or lost, {how}", found.half_written + found.lost,
+                 "reservations"),
+                (f"attempts that ended otherwise than reserved, refused or killed, {engine}",
+                 found.failed, "attempts"),
+            )
+        ),
         Result(f"budget: attempts killed before their answer, {engine}", found.killed, "attempts"),
         Result(f"budget: of these, killed when their reservation was written, {engine}",
                found.killed_after_commit, "attempts"),
@@ -112,20 +114,14 @@ def main() -> None:
     parser.add_argument("--races", type=int, default=50)
     parser.add_argument("--users", type=int, default=100_000)
     parser.add_argument("--only", choices=["sqlite", "postgresql"])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/soundness.json")
     given = parser.parse_args()
     os.nice(10)
-    rows: list[Result] = []
 
     def measure(engine: str, new: Callable[[], str]) -> None:
-        found = run_races(new, given.races)
-        print(engine, found, flush=True)
-        rows.extend(rows_of(engine, found, given.races))
-        seconds = seconds_to_reserve(new(), given.users)
-        print(f"{engine}: {seconds:.2f} s for {given.users} users", flush=True)
-        rows.append(
-            Result(f"budget: a reservation for {given.users:,} users, {engine}", seconds, "seconds")
-        )
+        rows = rows_of(engine, run_races(new, given.races), given.races)
+        name = f"budget: a reservation for {given.users:,} users, {engine}"
+        rows.append(Result(name, seconds_to_reserve(new(), given.users), "seconds"))
+        write_results(OUT, rows, show=True)
 
     with tempfile.TemporaryDirectory() as folder:
         numbers = iter(range(10**9))
@@ -137,7 +133,6 @@ def main() -> None:
             os.environ["DPRLHF_BOOK_KEY_FILE"] = f"{folder}/key"
             with postgres.server(durable=True) as new:
                 measure("PostgreSQL", new)
-    write_results(given.out, rows)
 
 
 if __name__ == "__main__":
