@@ -90,9 +90,8 @@ def law() -> list[Result]:
         x = rounded_gaussian(KEY, "law", std=std, count=count).numpy() / float(std)
     value = float(stats.kstest(x, "norm").pvalue)
     found.append(at_least("noise: KS p-value at full size", value, "1", 1e-3))
-    found.append(
-        Result("noise: share of draws in multiple precision", settle.call_count / count, "1")
-    )
+    share = settle.call_count / count
+    found.append(Result("noise: share of draws in multiple precision", share, "1"))
     return found
 
 
