@@ -1,15 +1,14 @@
 """Planted bugs: each file of ``tests/mutants`` must be caught by a test.
 
 A mutant is a small change to ``src/dprlhf`` or ``papers`` that breaks the privacy guarantee. It is
-applied to a copy of both, never to the tree, and the tests run on that copy: first those that the
-mutant names, then the common suite, up to the first failure. ``docs/results/attack.json`` says how
-many are caught.
+applied to a copy of both, never to the tree, and the tests that it names run on that copy, up to
+the first failure. ``docs/results/attack.json`` says how many are caught.
 
 A test that breaks on its way (a NameError and the like, a failing import) has caught nothing; nor
 has one that does not end in time. The test files that caught one run on the unchanged source, too,
 as a control.
 
-    python scripts/mutants.py [--jobs 2] [--only NAME ...] [--hints-only] [--list]
+    python scripts/mutants.py [--jobs 2] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -59,47 +58,6 @@ def test_file(name: str) -> str:
         raise MutantError(f"{name}: several test files are called so; give the folder, too")
     return str(found[0].relative_to(ROOT)) if found else f"tests/{name}"
 
-
-# The fast suite: what a mutant goes through when none of the tests that it names fails.
-COMMON = [
-    test_file(f"{name}.py")
-    for name in (
-        "test_boundary",
-        "test_gate",
-        "test_ledger",
-        "test_randomness",
-        "test_partition",
-        "test_plan",
-        "test_telemetry",
-        "test_users",
-        "test_correlated_noise",
-        "test_card",
-        "test_update",
-        "test_optimizers",
-        "test_recipe",
-        "test_updates",
-        "test_grpo",
-        "test_folder",
-        "test_gradients",
-        "test_regression",
-        "test_npg",
-        "test_rebel",
-        "test_ppo",
-        "test_rollout",
-        "test_rewards",
-        "test_trackers",
-        "test_publish",
-        "test_report",
-        "test_accounting",
-        "test_composition",
-        "test_supervised",
-        "test_audit",
-        "test_training",
-        "test_leaks",
-        "test_public_files",
-        "test_processes",
-    )
-]
 
 BROKEN = ("ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError")
 """A mutant that raises one of these was badly planted: no test has caught a privacy bug."""
@@ -284,37 +242,18 @@ class Task:
     tests: tuple[str, ...]
 
     @property
-    def named(self) -> int:
-        """How many of the tests, from the first, the mutant names."""
-        return len(self.mutant.tests) if self.mutant else len(self.tests)
-
-    @property
     def key(self) -> str:
-        """What the verdict depends on: the change and the files that it changes, or all files."""
+        """What the verdict depends on: the tests, and the files that change, or all of src."""
         state = hashlib.sha256()
         if self.mutant is None:
             files = sorted(p for name in ("src", "papers") for p in (ROOT / name).rglob("*.py"))
             sources = {str(p): p.read_text() for p in files}
-            sources |= {name: (ROOT / name).read_text() for name in self.tests}
         else:
             sources = self.mutant.applied(ROOT)
+        sources |= {name: (ROOT / name.partition("::")[0]).read_text() for name in self.tests}
         for path, source in sorted(sources.items()):
             state.update(f"{path}\n{source}".encode())
         return state.hexdigest()
-
-
-def task_of(mutant: Mutant, hints_only: bool) -> Task:
-    rest = () if hints_only else tuple(name for name in COMMON if name not in mutant.tests)
-    return Task(mutant.name, mutant, mutant.tests + rest)
-
-
-def by_chance(mutant: Mutant, found: dict[str, Any]) -> bool:
-    """Return whether a test that the mutant does not name caught it."""
-    return not found["test"].startswith(tuple(name.split("::")[0] for name in mutant.tests))
-
-
-def control(file: str) -> Task:
-    return Task(f"{CONTROL}, {file}", None, (file,))
 
 
 def _error_of(report: Any) -> str:
@@ -347,11 +286,8 @@ class Verdict:
             self.write(test=report.nodeid, when="collect", error=_error_of(report))
 
 
-def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> None:
-    """Run tests on a copy of the source, in this process (a fork), up to the first failure.
-
-    The first ``named`` ones are run by themselves before the others.
-    """
+def run_tests(copy: Path, tests: tuple[str, ...], report: Path) -> None:
+    """Run tests on a copy of the source, in this process (a fork), up to the first failure."""
     import pytest
 
     os.chdir(ROOT)
@@ -365,12 +301,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], named: int, report: Path) -> N
     os.dup2(log, 2)
     verdict = Verdict(report)
     options = ["-x", "-q", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist"]
-    options += ["-p", "no:cacheprovider", f"--basetemp={copy / 'tmp'}"]
-    code = 0
-    # By themselves first: pytest drops a test from its list where its whole file comes later.
-    for chosen, which in ((tests[:named], "not gpu"), (tests[named:], "not slow and not gpu")):
-        if chosen and code == 0:
-            code = int(pytest.main([*options, "-m", which, *chosen], plugins=[verdict]))
+    options += ["-p", "no:cacheprovider", f"--basetemp={copy / 'tmp'}", "-m", "not gpu"]
+    code = int(pytest.main([*options, *tests], plugins=[verdict]))
     verdict.write(test="", when="", error="" if code == 0 else f"pytest exit {code}")
 
 
@@ -402,7 +334,7 @@ def start(task: Task, timeout: float) -> Job:
     if pid == 0:
         code = 1
         try:
-            run_tests(folder, task.tests, task.named, folder / "report.json")
+            run_tests(folder, task.tests, folder / "report.json")
             code = 0
         except BaseException:
             (folder / "log").write_text(traceback.format_exc())
@@ -471,39 +403,31 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900, help="seconds a mutant")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "attack" / "mutants.json")
     parser.add_argument("--only", nargs="+", default=None, help="names; writes no results")
-    parser.add_argument("--hints-only", action="store_true", help="only the tests that each names")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--hints-only", action="store_true", help=argparse.SUPPRESS)  # it always is
     given = parser.parse_args()
     mutants = read_mutants()
-    if given.list:
-        for mutant in mutants:
-            print(f"{mutant.name}: {mutant.bug}")
-        return 0
     chosen = [m for m in mutants if given.only is None or m.name in given.only]
-    tasks = [task_of(m, given.hints_only) for m in chosen]
+    tasks = [Task(m.name, m, m.tests) for m in chosen]
     found = run(tasks, given.cache, given.jobs, given.timeout)
     wrong = [m.name for m in chosen if outcome(found[m.name]) != "caught"]
     caught = len(chosen) - len(wrong)
     # A test that fails anyway has caught nothing.
     files = sorted({found[m.name]["test"].split("::")[0] for m in chosen if m.name not in wrong})
-    controls = run([control(file) for file in files], given.cache, given.jobs, given.timeout)
-    if any(by_chance(m, found[m.name]) for m in chosen if m.name not in wrong):
-        # So has one that fails after the files that ran before it, in the same process.
-        together = Task(f"{CONTROL}, all files in one process", None, tuple(COMMON))
-        controls |= run([together], given.cache, given.jobs, 4 * given.timeout)
+    unchanged = [Task(f"{CONTROL}, {file}", None, (file,)) for file in files]
+    controls = run(unchanged, given.cache, given.jobs, given.timeout)
     failing = [name for name, report in controls.items() if outcome(report) != "alive"]
     print(f"{caught} of {len(chosen)} caught; the unchanged source fails in {len(failing)} files")
     for name in wrong + failing:
         print(f"NOT AS IT SHOULD BE: {name}: {outcome((found | controls)[name])}")
-    if given.only is None and not given.hints_only:
+    if given.only is None:
         sys.path.insert(0, str(ROOT / "src"))
-        from dprlhf.runs.measurements import Result, write_results
+        from dprlhf.runs.measurements import Result, at_least, write_results
 
         number, passing = len(mutants), len(files) - len(failing)
         write_results(
             RESULTS,
             [
-                Result("mutants planted", number, "bugs", "at least 40", number >= 40),
+                at_least("mutants planted", number, "bugs", 40),
                 Result("mutants caught", caught, f"of {number}", "all", caught == number),
                 Result(
                     "test files that caught one and pass on the unchanged source", passing,

@@ -63,7 +63,7 @@ def test_planted_bugs_are_caught_and_the_source_is_not(tmp_path: Path) -> None:
     import subprocess
 
     done = subprocess.run(
-        [sys.executable, mutants.__file__, "--hints-only", "--jobs", "1",
+        [sys.executable, mutants.__file__, "--jobs", "1",
          "--cache", str(tmp_path / "found.json"), "--only", "charge-not-durable"],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
