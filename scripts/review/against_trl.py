@@ -1,6 +1,6 @@
 """The private trainers against TRL's own: what they learn without noise.
 
-    python scripts/from_trl/against_trl.py              # writes docs/results/trl.json
+    python -m scripts.review.against_trl              # writes docs/results/trl.json
 
 The same model, prompts, reward, batches and optimizer go through TRL's trainer and through the
 private one at ε = ∞, five seeds. Both start from a tiny random model; the reward is the share of a
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,17 +23,20 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from scripts.review.first_run import byte_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
-import dprlhf.trl  # noqa: E402
-from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from from_trl.stand_ins import tiny_model  # noqa: E402
+import dprlhf.trl
+from dprlhf.runs.measurements import Result, write_results
 
-RESULTS = ROOT / "docs/results/trl.json"
+OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "trl.json"
 STEPS, PROMPTS, GENERATIONS, TOKENS = 40, 16, 8, 16
-LEARNING_RATE = 5e-4
 TRAINERS = {
     "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig),
@@ -44,7 +46,7 @@ PRIVATE = {
     "RLOO": (dprlhf.trl.PrivateRLOOTrainer, dprlhf.trl.PrivateRLOOConfig),
 }
 ALIKE: dict[str, Any] = {
-    "learning_rate": LEARNING_RATE,
+    "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
     "num_generations": GENERATIONS,
     "max_completion_length": TOKENS,
@@ -60,13 +62,6 @@ ALIKE: dict[str, Any] = {
 def letters(completions: Sequence[str], **_: Any) -> list[float]:
     """Return the share of a completion's characters that are lower-case letters."""
     return [sum("a" <= c <= "z" for c in text) / TOKENS for text in completions]
-
-
-def adapter() -> LoraConfig:
-    """Return the adapter of both trainers."""
-    return LoraConfig(
-        r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
 
 
 def trained(name: str, model: Path, seed: int, folder: Path, *, private: bool) -> Any:
@@ -92,7 +87,9 @@ def trained(name: str, model: Path, seed: int, folder: Path, *, private: bool) -
         reward_funcs=letters,
         args=config(**given),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
-        peft_config=adapter(),
+        peft_config=LoraConfig(
+            r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
     )
     loop.remove_callback(PrinterCallback)
     loop.train()
@@ -114,11 +111,18 @@ def reward_of(model: Any, tokenizer: Any, seed: int) -> float:
 
 def sharp_model(folder: Path) -> Path:
     """Save a tiny model whose hidden states decide what it writes; a random head is nearly flat."""
-    tiny_model(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = byte_tokenizer("qwen3")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
+        bos_token_id=0, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(10)
-    model.save_pretrained(folder)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
     return folder
 
 
@@ -137,21 +141,14 @@ def learning(seeds: int) -> Iterator[Result]:
                     run = folder / f"{name}-{seed}-{private}"
                     loop = trained(name, model, seed, run, private=private)
                     after[private].append(reward_of(loop.model, tokenizer, seed))
-                    print(f"{name} seed {seed} private {private}: {after[private][-1]:.3f}")
             difference = statistics.mean(after[True]) - statistics.mean(after[False])
             error = math.sqrt(sum(statistics.variance(x) / seeds for x in after.values()))
             for private, values in after.items():
                 whose = "private trainer, epsilon inf" if private else "TRL"
-                yield Result(
-                    f"learning, {name}: reward after, {whose}", statistics.mean(values), "reward"
-                )
-            yield Result(
-                f"learning, {name}: difference in standard errors",
-                difference / error,
-                "standard errors",
-                "within 2",
-                abs(difference) <= 2 * error,
-            )
+                row = f"learning, {name}: reward after, {whose}"
+                yield Result(row, statistics.mean(values), "reward")
+            row, ratio = f"learning, {name}: difference in standard errors", difference / error
+            yield Result(row, ratio, "standard errors", "within 2", abs(ratio) <= 2)
             yield Result(f"learning, {name}: standard error of the difference", error, "reward")
 
 
@@ -161,10 +158,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    rows = list(learning(given.seeds))
-    for row in rows:
-        print(f"{row.name}: {row.value:.3f} {row.unit} {row.goal} {row.holds}")
-    write_results(RESULTS, rows)
+    write_results(OUT, learning(given.seeds), show=True)
 
 
 if __name__ == "__main__":
