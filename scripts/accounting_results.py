@@ -17,7 +17,7 @@ from scipy.special import ndtr
 
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon, noise_multiplier
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import Result, at_least, at_most, write_results
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "accounting.json"
 
@@ -62,15 +62,11 @@ def against_sampling() -> list[Result]:
         found = delta_of(Mechanism(z, rounds), eps)
         name = f"delta against importance sampling, z={z}, T={rounds}, epsilon={eps:g}"
         rows += [
-            Result(
-                f"{name}: relative difference",
-                found / mean - 1,
-                "1",
-                "within 4 standard errors plus 0.1%",
-                abs(found - mean) <= 4 * error + 1e-3 * mean,
-            ),
+            Result(f"{name}: relative difference", found / mean - 1, "1",
+                   "within 4 standard errors plus 0.1%",
+                   abs(found - mean) <= 4 * error + 1e-3 * mean),
             Result(f"{name}: relative standard error", error / mean, "1"),
-        ]
+        ]  # fmt: skip
     return rows
 
 
@@ -120,8 +116,8 @@ def calibration(settings: int = 200) -> list[Result]:
         low, high = min(low, got), max(high, got)
     name = f"epsilon after calibration / epsilon asked, {settings} random settings"
     return [
-        Result(f"{name}: largest", high, "1", "at most 1", high <= 1),
-        Result(f"{name}: smallest", low, "1", "at least 0.999", low >= 0.999),
+        at_most(f"{name}: largest", high, "1", 1),
+        at_least(f"{name}: smallest", low, "1", 0.999),
     ]
 
 
@@ -135,18 +131,11 @@ def times() -> list[Result]:
                 ("noise_multiplier()", lambda e=eps, t=rounds: noise_multiplier(e, 1e-6, rounds=t)),
                 ("epsilon()", lambda z=z, t=rounds: epsilon(Mechanism(z, t), 1e-6)),
             ]:
-                seconds = median_seconds(call)
-                rows.append(
-                    Result(
-                        f"median time of {name}, {setting}", seconds, "s", "below 1 s", seconds < 1
-                    )
-                )
+                seconds, row = median_seconds(call), f"median time of {name}, {setting}"
+                rows.append(Result(row, seconds, "s", "below 1 s", seconds < 1))
     return rows
 
 
 if __name__ == "__main__":
     for part in (against_sampling, against_pld_accounting, widths, calibration, times):
-        rows = part()
-        write_results(OUT, rows)
-        for row in rows:
-            print(f"{row.value:12.6g} {row.unit:3} {row.holds!s:5} {row.name}")
+        write_results(OUT, part(), show=True)

@@ -38,7 +38,7 @@ from dprlhf.boundary import BoundedSum
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import Result, at_least, at_most, write_results
 from dprlhf.training.processes import Processes
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "scaling.json"
@@ -129,10 +129,8 @@ def scaling(folder: Path, turns: int) -> list[Result]:
     busy: dict[str, list[float]] = {"one": [], "two": [], "apart": []}
     for turn in range(turns):
         for kind, processes, users in (
-            ("one", 1, USERS),
-            ("two", 2, USERS),
-            ("apart", 2, USERS // 2),
-        ):
+            ("one", 1, USERS), ("two", 2, USERS), ("apart", 2, USERS // 2),
+        ):  # fmt: skip
             name = f"{kind}-{turn}"
             launch(
                 processes,
@@ -148,22 +146,17 @@ def scaling(folder: Path, turns: int) -> list[Result]:
     work = busiest["one"] / busiest["two"]
     name = f"a round of {USERS} users, 8 responses of 16 tokens, one thread a process"
     return [
-        Result(
-            f"{name}: processor time of one process over the longer of two", work, "1",
-            f"at least {STRONG:g}", work >= STRONG,
+        at_least(
+            f"{name}: processor time of one process over the longer of two", work, "1", STRONG
         ),
         Result(f"{name}: one process", one, "s"),
         Result(f"{name}: two processes", two, "s"),
-        Result(
-            f"{name}: one process over two", one / two, "1", f"at least {STRONG:g}",
-            one / two >= STRONG,
-        ),
+        at_least(f"{name}: one process over two", one / two, "1", STRONG),
         Result(f"{name}: one process over two unconnected ones with half each", one / apart, "1"),
-        Result(
-            f"{name}: two processes over two unconnected ones with half each", two / apart, "1",
-            "at most 1.1", two / apart <= 1.1,
+        at_most(
+            f"{name}: two processes over two unconnected ones with half each", two / apart, "1", 1.1
         ),
-    ]  # fmt: skip
+    ]
 
 
 # --------------------------------------------------------------------------- what a rank costs
@@ -215,25 +208,15 @@ def ranks(folder: Path) -> list[Result]:
     return [*rows, Result(title, ratio, "1", f"flat: at most {FLAT:g}", ratio <= FLAT)]
 
 
-def main(parts: list[str], turns: int) -> list[Result]:
-    datasets.disable_progress_bars()
-    torch.set_num_threads(1)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        if "scaling" in parts:
-            rows += scaling(Path(folder), turns)
-        if "ranks" in parts:
-            rows += ranks(Path(folder))
-    return rows
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", default=["scaling", "ranks"])
     parser.add_argument("--turns", type=int, default=1, help="repeats of the three runs")
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    rows = main(arguments.parts, arguments.turns)
-    write_results(arguments.out, rows)
-    for row in rows:
-        print(f"{row.value:12.6g} {row.unit:22} {row.holds!s:5} {row.name}")
+    given = parser.parse_args()
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        if "scaling" in given.parts:
+            write_results(OUT, scaling(Path(place), given.turns), show=True)
+        if "ranks" in given.parts:
+            write_results(OUT, ranks(Path(place)), show=True)

@@ -6,7 +6,6 @@ figure is taken in a process of its own, so that peaks of memory do not mix.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import math
 import multiprocessing
@@ -46,12 +45,8 @@ def measure(action: Callable[[], Any]) -> dict[str, float]:
     tracemalloc.stop()
     held += arrow.bytes_allocated()
     del kept
-    return {
-        "seconds": min(seconds),
-        "peak": peak + arrow.max_memory(),
-        "python_peak": peak,
-        "held": held,
-    }
+    peaks = {"peak": peak + arrow.max_memory(), "python_peak": peak}
+    return {"seconds": min(seconds), "held": held, **peaks}
 
 
 def partition(users: int, kind: str) -> dict[str, float]:
@@ -171,7 +166,8 @@ def of_sizes(name: str, found: dict[int, dict[str, float]]) -> list[Result]:
     return [*rows, Result(title, growth, "1", f"linear: at most {LINEAR:g}", growth <= LINEAR)]
 
 
-def main(sizes: list[int]) -> list[Result]:
+def main(sizes: tuple[int, ...] = (10_000, 100_000, 1_000_000)) -> list[Result]:
+    """Return the rows for so many users."""
     rows: list[Result] = []
     for kind in ("random-allocation", "poisson", "fixed"):
         found = {users: apart(partition, users, kind) for users in sizes}
@@ -220,11 +216,4 @@ def main(sizes: list[int]) -> list[Result]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--users", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
-    rows = main(arguments.users)
-    write_results(arguments.out, rows)
-    for row in rows:
-        print(f"{row.value:12.6g} {row.unit:22} {row.holds!s:5} {row.name}")
+    write_results(OUT, main(), show=True)
