@@ -111,6 +111,6 @@ def _keys_follow_from_the_test(
     # Where it is defined, for what a test imports, and where it was imported to: half of the
     # package, and with it seconds, were this to import them.
     monkeypatch.setattr("dprlhf.privacy.randomness.new_key", key)
-    for place in ("dprlhf.runs.folder", "papers.regression.on_arrays"):
+    for place in ("dprlhf.runs.folder", "papers.regression.in_memory"):
         if place in sys.modules:
             monkeypatch.setattr(f"{place}.new_key", key)

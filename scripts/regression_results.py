@@ -38,7 +38,7 @@ from papers.regression import (  # noqa: E402
     SufficientStatistics,
     fit,
 )
-from papers.regression.on_arrays import gaussian_budget  # noqa: E402
+from papers.regression.in_memory import gaussian_budget  # noqa: E402
 
 DIMENSIONS = (5, 50)
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)

@@ -37,35 +37,37 @@ from papers.regression import (
     SufficientStatistics,
     fit,
 )
-from papers.regression.on_arrays import gaussian_budget
+from papers.regression.in_memory import gaussian_budget
 
 ADJACENCY: Adjacency = "zero-out"
 DELTA = 1e-5
 NOISE = 0.25
 """Rewards are the mean plus uniform noise in ± this."""
 
-PAPER_RATE = {
-    "pg": "N ≥ 1/α⁴ + √d/(α³ε) (Theorem 3): α ~ N^(-1/4), private term N^(-1/3)",
-    "npg/exponential": "N ≥ (1 + 1/ε) log|W| / α⁴ (Corollary 1): α ~ N^(-1/4)",
-    "npg/issp": "N ≥ d/α⁴ + d/(α³ε) + d/(α²ε²) (Corollary 2): α ~ N^(-1/4), private N^(-1/3)",
-    "npg/improper-batch-sgd": "N ≥ 1/α⁶ + 1/(α⁵ε) (Corollary 3): α ~ N^(-1/6), private N^(-1/5)",
-    "npg/projected-sgd": "N ≥ 1/α⁶ + √d/(α⁴ε) (appendix C): α ~ N^(-1/6), private N^(-1/4)",
-    "npg/sufficient-statistics": "not in the paper",
-    "rebel": "as the oracle's (Theorem 6): α ~ N^(-1/4) with a least-squares oracle",
-    "tabular-pg": "N ≥ 1/α⁶ + √d/(α^(9/2)ε) (Theorem 5): α ~ N^(-1/6), private N^(-2/9)",
+RATES = {
+    "pg": (-1 / 4, "N ≥ 1/α⁴ + √d/(α³ε) (Theorem 3): α ~ N^(-1/4), private term N^(-1/3)"),
+    "npg/sufficient-statistics": (None, "not in the paper"),
+    "npg/issp": (
+        -1 / 4,
+        "N ≥ d/α⁴ + d/(α³ε) + d/(α²ε²) (Corollary 2): α ~ N^(-1/4), private N^(-1/3)",
+    ),
+    "npg/improper-batch-sgd": (
+        -1 / 6,
+        "N ≥ 1/α⁶ + 1/(α⁵ε) (Corollary 3): α ~ N^(-1/6), private N^(-1/5)",
+    ),
+    "npg/projected-sgd": (
+        -1 / 6,
+        "N ≥ 1/α⁶ + √d/(α⁴ε) (appendix C): α ~ N^(-1/6), private N^(-1/4)",
+    ),
+    "npg/exponential": (-1 / 4, "N ≥ (1 + 1/ε) log|W| / α⁴ (Corollary 1): α ~ N^(-1/4)"),
+    "rebel": (-1 / 4, "as the oracle's (Theorem 6): α ~ N^(-1/4) with a least-squares oracle"),
+    "tabular-pg": (
+        -1 / 6,
+        "N ≥ 1/α⁶ + √d/(α^(9/2)ε) (Theorem 5): α ~ N^(-1/6), private N^(-2/9)",
+    ),
 }
-"""He & Zhou's sample complexities, solved for α."""
-
-SLOPE = {
-    "pg": -1 / 4,
-    "npg/exponential": -1 / 4,
-    "npg/issp": -1 / 4,
-    "npg/improper-batch-sgd": -1 / 6,
-    "npg/projected-sgd": -1 / 6,
-    "rebel": -1 / 4,
-    "tabular-pg": -1 / 6,
-}
-"""The slowest term of each: the exponent that must hold for large N."""
+"""He & Zhou's sample complexities, and the exponent that must hold for large N: the slowest term of
+each, solved for α."""
 
 SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
 """Updates whose gradient vanishes as the policy becomes deterministic: they get more rounds."""

@@ -7,23 +7,22 @@ is that of He & Zhou (arXiv 2510.21060), section 6.2, the network that of append
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Weights = Array | None
+Layers = list[tuple[Array, Array, bool]]
+"""Of each layer: the gradient of the (weighted) log π by its outputs, its inputs, has it biases."""
 
 
 def softmax(logits: Array) -> Array:
     """Return the softmax over the last axis."""
     shifted = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray(shifted / shifted.sum(-1, keepdims=True))
-
-
-def _sample(logits: Array, uniforms: Array) -> Array:
-    below = np.cumsum(softmax(logits), -1) < uniforms
-    return np.asarray(np.minimum(below.sum(-1), logits.shape[-1] - 1), dtype=np.float64)
 
 
 def _slope(logits: Array, actions: Array) -> Array:
@@ -42,22 +41,55 @@ def _apply(weight: Array, inputs: Array) -> Array:
     return np.asarray((weight @ inputs[..., None])[..., 0])
 
 
+class _Softmax:
+    """What both softmax policies share: sampling, and gradients from those of their layers."""
+
+    draws = 1
+
+    def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
+        """Return the actions, ``[users]``."""
+        below = np.cumsum(softmax(self._logits(theta, observations)), -1) < uniforms
+        most = below.shape[-1] - 1
+        return np.asarray(np.minimum(below.sum(-1), most), dtype=np.float64)
+
+    def scores(self, theta: Array, observations: Array, actions: Array) -> Array:
+        """Return ∇ log π, ``[users, steps, d]``."""
+        parts = []
+        for out, into, bias in self._layers(theta, observations, actions, None):
+            weight = out[..., :, None] * into[..., None, :]
+            parts += [weight.reshape(*out.shape[:-1], -1), *[out] * bias]
+        return np.concatenate(parts, -1)
+
+    def weighted_scores(self, theta: Array, seen: Array, actions: Array, weights: Array) -> Array:
+        """Return Σ_t weight · ∇ log π, ``[users, d]``."""
+        parts = []
+        for out, into, bias in self._layers(theta, seen, actions, weights):
+            weight = np.matmul(out.swapaxes(-1, -2), into)
+            parts += [weight.reshape(len(out), -1), *[out.sum(1)] * bias]
+        return np.concatenate(parts, -1)
+
+    def _logits(self, theta: Array, observations: Array) -> Array:
+        raise NotImplementedError
+
+    def _layers(self, theta: Array, seen: Array, actions: Array, weights: Weights) -> Layers:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class LogLinearSoftmax:
+class LogLinearSoftmax(_Softmax):
     """π(a|s) ∝ exp(θ_a · x), x the scaled observation: d = actions · size.
 
-    With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions that have an order: d = size.
+    With ``levels``, π(a|s) ∝ exp(level_a θ · x), for actions that have an order: d = size. An entry
+    of the observation whose scale is 0 is left out.
     """
 
     size: int
     actions: int
     scale: tuple[float, ...] | None = None  # [size]
     levels: tuple[float, ...] | None = None  # Public constants that order the actions, [actions]
-    draws: int = 1
 
     @property
     def dimension(self) -> int:
-        """The number of observed entries that are read, times the actions without ``levels``."""
         return len(self._read) * (1 if self.levels else self.actions)
 
     @property
@@ -74,65 +106,47 @@ class LogLinearSoftmax:
             return observations
         return np.asarray((observations * np.asarray(self.scale))[..., self._read])
 
-    def _logits(self, theta: Array, inputs: Array) -> Array:
-        rows = theta.reshape(*theta.shape[:-1], -1, inputs.shape[-1])
-        logits = _apply(rows, inputs)
+    def _logits(self, theta: Array, observations: Array) -> Array:
+        inputs = self._inputs(observations)
+        logits = _apply(theta.reshape(*theta.shape[:-1], -1, inputs.shape[-1]), inputs)
         return logits * np.asarray(self.levels) if self.levels else logits
 
-    def _row_slope(self, theta: Array, inputs: Array, actions: Array) -> Array:
-        """Return the gradient of log π by each row's product θ_a · x."""
-        slope = _slope(self._logits(theta, inputs), actions)
-        return slope @ np.asarray(self.levels)[:, None] if self.levels else slope
-
-    def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
-        """Return the actions, ``[users]``."""
-        return _sample(self._logits(theta, self._inputs(observations)), uniforms)
-
-    def scores(self, theta: Array, observations: Array, actions: Array) -> Array:
-        """Return ∇ log π, ``[users, steps, d]``."""
-        x = self._inputs(observations)
-        rows = self._row_slope(theta, x, actions)
-        return (rows[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], self.dimension)
-
-    def weighted_scores(
-        self, theta: Array, observations: Array, actions: Array, weights: Array
-    ) -> Array:
-        """Return Σ_t weight · ∇ log π, ``[users, d]``."""
-        x = self._inputs(observations)
-        rows = weights[..., None] * self._row_slope(theta, x, actions)
-        return np.asarray(np.matmul(rows.swapaxes(-1, -2), x).reshape(len(x), self.dimension))
+    def _layers(self, theta: Array, seen: Array, actions: Array, weights: Weights) -> Layers:
+        slope = _slope(self._logits(theta, seen), actions)
+        if self.levels:
+            slope = slope @ np.asarray(self.levels)[:, None]
+        slope = slope if weights is None else weights[..., None] * slope
+        return [(slope, self._inputs(seen), False)]
 
 
 @dataclass(frozen=True)
-class MLPSoftmax:
+class MLPSoftmax(_Softmax):
     """Linear(size, hidden)-ReLU-Linear(hidden, actions)-Softmax (He & Zhou, appendix H)."""
 
     size: int
     actions: int
     hidden: int = 64
     scale: tuple[float, ...] | None = None  # [size]
-    draws: int = 1
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of weights and biases, in the order of θ."""
-        return [(self.hidden, self.size), (self.hidden,), (self.actions, self.hidden),
-                (self.actions,)]  # fmt: skip
+        of_first, of_last = (self.hidden, self.size), (self.actions, self.hidden)
+        return [of_first, of_first[:1], of_last, of_last[:1]]
 
     @property
     def dimension(self) -> int:
-        """The number d of parameters."""
-        return sum(int(np.prod(shape)) for shape in self.shapes)
+        return sum(math.prod(shape) for shape in self.shapes)
 
     def initial(self, rng: np.random.Generator) -> Array:
         """Return random weights; the last layer's are small, so the policy is nearly uniform."""
         first = rng.normal(size=(self.hidden, self.size)) / np.sqrt(self.size)
         last = 0.1 * (rng.normal(size=(self.actions, self.hidden)) / np.sqrt(self.hidden))
-        zeros = np.zeros(self.hidden), np.zeros(self.actions)
-        return np.concatenate([first.ravel(), zeros[0], last.ravel(), zeros[1]])
+        biases = np.zeros(self.hidden), np.zeros(self.actions)
+        return np.concatenate([first.ravel(), biases[0], last.ravel(), biases[1]])
 
     def _split(self, theta: Array) -> list[Array]:
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1]
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
         parts = np.split(theta, ends, axis=-1)
         return [p.reshape(*theta.shape[:-1], *s) for p, s in zip(parts, self.shapes, strict=True)]
 
@@ -143,36 +157,15 @@ class MLPSoftmax:
         hidden = np.maximum(_apply(first, x) + first_bias, 0.0)
         return x, hidden, _apply(last, hidden) + last_bias
 
-    def _layers(self, theta: Array, hidden: Array, slope: Array) -> tuple[Array, Array]:
-        """Return the gradient by each layer's outputs, from that by the logits."""
-        return (slope @ self._split(theta)[2]) * (hidden > 0), slope
+    def _logits(self, theta: Array, observations: Array) -> Array:
+        return self._forward(theta, observations)[2]
 
-    def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:
-        """Return the actions, ``[users]``."""
-        return _sample(self._forward(theta, observations)[2], uniforms)
-
-    def scores(self, theta: Array, observations: Array, actions: Array) -> Array:
-        """Return ∇ log π, ``[users, steps, d]``."""
-        x, hidden, logits = self._forward(theta, observations)
-        by_hidden, by_logits = self._layers(theta, hidden, _slope(logits, actions))
-        parts = []
-        for out, into in ((by_hidden, x), (by_logits, hidden)):
-            weight = out[..., :, None] * into[..., None, :]
-            parts += [weight.reshape(*out.shape[:-1], -1), out]
-        return np.concatenate(parts, -1)
-
-    def weighted_scores(
-        self, theta: Array, observations: Array, actions: Array, weights: Array
-    ) -> Array:
-        """Return Σ_t weight · ∇ log π, ``[users, d]``."""
-        x, hidden, logits = self._forward(theta, observations)
-        slope = _slope(logits, actions) * weights[..., None]
-        by_hidden, by_logits = self._layers(theta, hidden, slope)
-        parts = []
-        for out, into in ((by_hidden, x), (by_logits, hidden)):
-            weight = np.matmul(out.swapaxes(-1, -2), into)
-            parts += [weight.reshape(len(out), -1), out.sum(1)]
-        return np.concatenate(parts, -1)
+    def _layers(self, theta: Array, seen: Array, actions: Array, weights: Weights) -> Layers:
+        x, hidden, logits = self._forward(theta, seen)
+        slope = _slope(logits, actions)
+        slope = slope if weights is None else slope * weights[..., None]
+        by_hidden = (slope @ self._split(theta)[2]) * (hidden > 0)
+        return [(by_hidden, x, True), (slope, hidden, True)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +182,6 @@ class LinearAction:
 
     @property
     def dimension(self) -> int:
-        """The number d of parameters."""
         return self.actions * (self.size + 1)
 
     def initial(self, rng: np.random.Generator) -> Array:

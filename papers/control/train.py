@@ -1,32 +1,116 @@
-"""Training a small policy on simulated users, a page to read from top to bottom."""
+"""Training a small policy on simulated users: the recipe of a task, and the loop over rounds."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from dprlhf.boundary import Private
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
-from dprlhf.privacy.accounting import PrivacyCost
+from dprlhf.privacy.accounting import Adjacency, Partition, PrivacyCost
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
+from dprlhf.recipe import Optimizer, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.loading import read_settings
 from papers.control.environments import Environment, make_environment
-from papers.control.policies import Array
-from papers.control.settings import PGPE, ControlRecipe, TrajectoryNPG
+from papers.control.policies import (
+    Array,
+    LinearAction,
+    LogLinearSoftmax,
+    MLPSoftmax,
+    TrajectoryPolicy,
+)
 from papers.control.trajectories import collect, evaluate
-from papers.control.updates import UPDATES, ControlRound
+from papers.control.updates import (
+    LEAKS,
+    PGPE,
+    UPDATES,
+    ControlRound,
+    TrajectoryNPG,
+    TrajectoryPG,
+)
 
-Watch = Callable[[int, Array], None]
+
+class TrajectoryPolicySettings(Settings):
+    """Which policy acts, and how it sees observations (:mod:`papers.control.policies`)."""
+
+    type: Literal["log-linear", "mlp", "linear"] = "log-linear"
+    hidden: PositiveInt = 64  # Units of the hidden layer of mlp
+    scale: tuple[float, ...] | None = None  # [size]
+    levels: tuple[float, ...] | None = None  # [actions]
+    shift: tuple[float, ...] | None = None  # [size]
+    spread: PositiveFloat = 1.0
+    center: float = 0.0  # Action of linear where its output is 0
+
+    def build(self, environment: Environment) -> TrajectoryPolicy:
+        """Return the policy for an environment's observations and actions."""
+        size, actions = environment.size, environment.actions
+        if self.type == "linear":
+            return LinearAction(size, actions, self.scale, self.shift, self.spread, self.center)
+        if self.type == "mlp":
+            return MLPSoftmax(size, actions, self.hidden, self.scale)
+        return LogLinearSoftmax(size, actions, self.scale, self.levels)
+
+
+class TrajectoryPrivacy(Settings):
+    """The privacy budget, as :func:`dprlhf.privacy.plan.make_plan` takes it."""
+
+    epsilon: Annotated[float, Field(gt=0)] = 3.0  # Privacy loss ε; inf for a non-private baseline
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    partition: Partition = "random-allocation"  # How users are assigned to rounds
+    adjacency: Adjacency | None = None  # What makes two data sets neighbours; None takes zero-out
+
+
+class ControlRecipe(Settings):
+    """The settings of a run on a control task, one YAML file of ``recipes/control``."""
+
+    environment: str  # Name of the task (``ENVIRONMENTS``)
+    users: PositiveInt = 1000  # Number N of users; a user is one trajectory
+    rounds: PositiveInt = 100  # Number T of rounds
+    privacy: TrajectoryPrivacy = TrajectoryPrivacy()
+    policy: TrajectoryPolicySettings = TrajectoryPolicySettings()
+    update: Annotated[TrajectoryPG | TrajectoryNPG | PGPE, Field(discriminator="name")] = (
+        TrajectoryPG()
+    )
+    optimizer: Optimizer = Optimizer(name="sgd", learning_rate=1.0)
+    evaluation_episodes: PositiveInt = 192
+
+    @property
+    def leak(self) -> str | None:
+        """Why no ε holds for this recipe; None where one does."""
+        if isinstance(self.update, PGPE):
+            return None
+        return LEAKS.get(self.update.advantage.baseline)
+
+
+def load(path: Path, changes: Mapping[str, Any]) -> ControlRecipe:
+    """Read a YAML recipe; ``changes`` maps dotted keys to values that replace the file's."""
+    return make(read_settings(path), changes)
+
+
+def make(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> ControlRecipe:
+    """Return settings, with changes, as a recipe."""
+    tree: Any = copy.deepcopy(dict(settings))
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return ControlRecipe.model_validate(tree)
 
 
 @dataclass(frozen=True)
@@ -44,7 +128,7 @@ def train(
     key: bytes,
     seed: int,
     environment: Environment | None = None,
-    watch: Watch | None = None,
+    watch: Callable[[int, Array], None] | None = None,
 ) -> ControlOutcome:
     """Train on simulated users; the ledger lasts as long as the run, for they are nobody."""
     environment = environment or make_environment(recipe.environment)
@@ -85,17 +169,11 @@ def plan_of(recipe: ControlRecipe) -> Plan:
     privacy, update = recipe.privacy, recipe.update
     check_promise(privacy.adjacency)
     plan = make_plan(
-        users=recipe.users,
-        rounds=recipe.rounds,
-        delta=privacy.delta,
-        epsilon=privacy.epsilon,
-        clip_norm=update.clip_norm,
-        partition=privacy.partition,
-        adjacency=privacy.adjacency,
+        users=recipe.users, rounds=recipe.rounds, delta=privacy.delta, epsilon=privacy.epsilon,
+        clip_norm=update.clip_norm, partition=privacy.partition, adjacency=privacy.adjacency,
         releases_per_round=update.oracle.releases if isinstance(update, TrajectoryNPG) else 1,
-    )
+    )  # fmt: skip
     if recipe.leak is None:
         return plan
-    inf = float("inf")
-    none = PrivacyCost(inf, inf, privacy.delta, f"not private: {recipe.leak}", ())
+    none = PrivacyCost(math.inf, math.inf, privacy.delta, f"not private: {recipe.leak}", ())
     return Plan(**{**vars(plan), "guarantee": none})

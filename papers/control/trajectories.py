@@ -1,19 +1,25 @@
-"""Simulated users: each is a trajectory of the current policy, with random numbers of its own."""
+"""Simulated users: each is a trajectory of the current policy, with random numbers of its own.
+
+Below, trajectories are the rows of the language models' ``updates/pg.py`` (a row is a trajectory)
+and ``npg.py`` (a row is a step).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
 from dprlhf.privacy.partition import Allocation
 from papers.control.environments import Environment
 from papers.control.gym import Gymnasium
-from papers.control.policies import Array, TrajectoryPolicy
+from papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
 
 CHUNK = 64
 """Trajectories simulated together."""
@@ -106,30 +112,20 @@ def _chunk(
     seen = np.zeros((CHUNK, horizon, env.size))
     acted = np.zeros((CHUNK, horizon, env.actions) if env.continuous else (CHUNK, horizon))
     rewards = np.zeros((CHUNK, horizon))
-    taken = Trajectories(
-        users=users,
-        observations=seen,
-        actions=acted,
-        rewards=rewards,
-        steps=np.zeros(CHUNK, dtype=np.int64),
-        terminated=np.zeros(CHUNK, dtype=bool),
-        choice=choice,
-    )
+    steps, terminated = np.zeros(CHUNK, dtype=np.int64), np.zeros(CHUNK, dtype=bool)
     # Instances of their own need no fillers; the policy's inputs are filled up all the same.
     rows = users if isinstance(env, Gymnasium) else CHUNK
     state: Any = env.reset(uniforms[:rows, : env.reset_draws])
     draws = uniforms[:, env.reset_draws :].reshape(CHUNK, horizon, -1)
     alive = np.arange(CHUNK) < users
     for t in range(horizon):
-        now = taken.observations[:, t]
-        now[:rows] = env.observe(state)
-        action = policy.act(own, now, draws[:, t, : policy.draws])
-        taken.actions[:, t] = action
-        state, reward, ended = env.step(state, action[:rows], draws[:rows, t, policy.draws :])
-        taken.rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
-        taken.steps[:] += alive
-        taken.terminated[:rows] |= alive[:rows] & ended
-        alive &= ~taken.terminated
+        seen[:rows, t] = env.observe(state)
+        acted[:, t] = policy.act(own, seen[:, t], draws[:, t, : policy.draws])
+        state, reward, ended = env.step(state, acted[:rows, t], draws[:rows, t, policy.draws :])
+        rewards[:rows, t] = np.where(alive[:rows], reward, 0.0)
+        steps += alive
+        terminated[:rows] |= alive[:rows] & ended
+        alive &= ~terminated
         if isinstance(env, Gymnasium):
             alive[:rows] &= ~env.over(state)
         if not alive.any():
@@ -138,17 +134,99 @@ def _chunk(
         env.release(state)
     # Clip rewards to ±R, and empty the trajectories whose environment failed.
     finite = np.isfinite(rewards.sum(1) + seen.sum((1, 2)))  # inf − inf is not finite either
-    broken: NDArray[np.bool_] = np.logical_not(finite)
-    keep = taken.mask & ~broken[:, None]
-    of_entries = keep[..., None] if taken.actions.ndim == 3 else keep
+    keep = (np.arange(horizon) < steps[:, None]) & finite[:, None]
+    bound = env.reward_range
     return Trajectories(
-        users=taken.users,
+        users=users,
         observations=np.where(keep[..., None], seen, 0.0),
-        actions=np.where(of_entries, taken.actions, 0.0),
-        rewards=np.where(
-            keep, np.clip(np.where(keep, rewards, 0.0), -env.reward_range, env.reward_range), 0.0
-        ),
-        steps=np.where(broken, 0, taken.steps),
-        terminated=taken.terminated & ~broken,
-        choice=np.where(broken[:, None], 0.0, taken.choice),
+        actions=np.where(keep[..., None] if env.continuous else keep, acted, 0.0),
+        rewards=np.clip(np.where(keep, rewards, 0.0), -bound, bound),
+        steps=np.where(finite, steps, 0),
+        terminated=terminated & finite,
+        choice=np.where(finite[:, None], choice, 0.0),
     )
+
+
+@dataclass(frozen=True, repr=False)
+class TrajectoryRows:
+    """The rows of a round's trajectories (:class:`~dprlhf.policies.protocol.Rows`)."""
+
+    chunks: list[Trajectories]
+    by_step: bool  # Whether a row is one step; else it is a whole trajectory
+
+    @property
+    def users(self) -> int:
+        """The number of users, those whose environment failed included."""
+        return sum(chunk.users for chunk in self.chunks)
+
+    @cached_property
+    def user(self) -> NDArray[np.int64]:
+        """Which user each row belongs to, ``[rows]``."""
+        if not self.by_step:
+            return np.arange(self.users)
+        steps = [chunk.steps[: chunk.users] for chunk in self.chunks]
+        return np.repeat(np.arange(self.users), np.concatenate(steps) if steps else 0)
+
+    @property
+    def from_base(self) -> NDArray[np.bool_]:
+        """False: users act by the policy that is trained, ``[rows]``."""
+        return np.zeros(len(self.user), dtype=bool)
+
+    @property
+    def prompts(self) -> range:
+        """One for each row, so that no row is a baseline of another."""
+        return range(len(self.user))
+
+    def take(self, values: list[Array]) -> Array:
+        """Return a number for each step, ``[chunk, horizon]`` each, as the rows have them."""
+        pairs = zip(self.chunks, values, strict=True)
+        parts = [of[: chunk.users] for chunk, of in pairs]
+        if self.by_step:
+            masks = [chunk.mask[: chunk.users] for chunk in self.chunks]
+            parts = [part[mask] for part, mask in zip(parts, masks, strict=True)]
+        empty = np.zeros(0 if self.by_step else (0, 1))
+        return np.concatenate(parts) if parts else empty
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ControlPolicy:
+    """A small policy at its current parameters, an ``ExplicitPolicy``."""
+
+    form: ScoredPolicy
+    theta: torch.Tensor  # Parameters θ, [d], float64; the optimizer moves them
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """θ by its name."""
+        return {"theta": self.theta}
+
+    @property
+    def dimension(self) -> int:
+        """The number d of parameters."""
+        return self.form.dimension
+
+    def user_scores(
+        self, rows: TrajectoryRows, weights: Array
+    ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+        """Yield users and Σ_steps weight · ∇ log π of each of their rows, ``[users, rows, d]``."""
+        # A chunk of trajectories has a fixed shape, so no user rounds another's scores.
+        theta = self.theta.detach().numpy()
+        first = np.concatenate([[0], np.bincount(rows.user, minlength=rows.users).cumsum()])
+        start = 0
+        for chunk in rows.chunks:
+            users = np.arange(start, start + chunk.users)
+            start += chunk.users
+            if not rows.by_step:
+                of_steps = np.zeros_like(chunk.rewards)
+                of_steps[: chunk.users] = weights[users]
+                total = self.form.weighted_scores(
+                    theta, chunk.observations, chunk.actions, of_steps
+                )
+                yield users, torch.from_numpy(total[: chunk.users, None])
+                continue
+            scores = self.form.scores(theta, chunk.observations, chunk.actions)
+            for place, user in enumerate(users):
+                weight = weights[first[user] : first[user + 1]]
+                if len(weight):  # an environment that failed left no step
+                    of_user = scores[place, : len(weight)] * weight[:, None]
+                    yield users[place : place + 1], torch.from_numpy(of_user[None])

@@ -6,13 +6,15 @@ baselines ``batch`` and ``critic``, whose runs state no ε.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, Released, open_released
@@ -20,18 +22,37 @@ from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.plan import Plan
+from dprlhf.recipe import PositiveFloat, Settings
 from dprlhf.rewards import Scores
 from dprlhf.updates.npg import npg as npg_on_rows
 from dprlhf.updates.pg import policy_gradient
 from dprlhf.updates.round import PrivateRound
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
-from papers.control.rows import ControlPolicy, TrajectoryRows
-from papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
-from papers.control.trajectories import Trajectories
+from papers.control.trajectories import ControlPolicy, Trajectories, TrajectoryRows
 
 NO_TELEMETRY = TelemetryCoordinates(norm=0.0, reward_range=1.0)
 """A control task's release has no coordinates but the update's own."""
+
+
+LEAKS = {
+    "batch": "advantages normalised over the batch couple all users of a round",
+    "critic": "an un-noised critic carries earlier users into later rounds",
+}
+"""Baselines of the papers' own runs, and why no ε holds with them."""
+
+
+class Advantage(Settings):
+    """Advantage of step t: Â_t = Σ_k γ^{k−t} (r_k − ρ), and −γ^{L−t} ρ/(1−γ) for an end at step L.
+
+    This is the discounted return, compared with a reward of ρ at every step for ever. For CartPole
+    with ρ = 1 it is the blame −γ^{L−t}/(1−γ) for a fall, and 0 in an episode that the time limit
+    cut. γ and ρ are public, so each advantage depends on one user alone.
+    """
+
+    discount: Annotated[float, Field(ge=0, lt=1)] = 0.99  # Discount factor γ
+    reference: float = 0.0  # Reference reward ρ, subtracted from the reward of every step
+    baseline: Literal["public", "batch", "critic"] = "public"
 
 
 class AdvantagesPG(recipe.PG):
@@ -112,16 +133,54 @@ def _scores(rows: TrajectoryRows, values: list[Array]) -> Scores:
     return Scores(rows.take(values), np.ones(len(rows.user), dtype=bool), {})
 
 
+class TrajectoryPG(Settings):
+    """DP-PG on trajectories: a user contributes Σ_t Â_t ∇ log π(a_t|s_t), clipped to S."""
+
+    name: Literal["pg"] = "pg"
+    clip_norm: PositiveFloat = 1.0  # L2 bound S on a user's contribution
+    advantage: Advantage = Advantage()  # How the advantages Â_t are computed from rewards
+
+
 def pg(round_: ControlRound, spec: TrajectoryPG) -> None:
     """Run DP-PG (He & Zhou, Algorithm 2), each user with the sum over its trajectory's steps."""
     rows = round_.as_rows(spec.advantage, by_step=False)
     policy_gradient(rows, AdvantagesPG(clip_norm=spec.clip_norm))
 
 
+class TrajectoryNPG(Settings):
+    """DP-NPG on trajectories: a user's loss is the mean over its steps of (w · φ_t − Â_t)²."""
+
+    name: Literal["npg"] = "npg"
+    clip_norm: PositiveFloat = 1.0  # Bound B on ‖φ_t‖; longer scores are scaled down to it
+    advantage: Advantage = Advantage()  # How the advantages Â_t are computed from rewards
+    oracle: recipe.Oracle = recipe.Oracle(name="sufficient-statistics", target_bound=1.0)
+
+
 def npg(round_: ControlRound, spec: TrajectoryNPG) -> None:
     """Run DP-NPG (He & Zhou, Algorithm 3), each user with the mean over its trajectory's steps."""
     settings = AdvantagesNPG(name="npg", clip_norm=spec.clip_norm, oracle=spec.oracle)
     npg_on_rows(round_.as_rows(spec.advantage, by_step=True), settings)
+
+
+class PGPE(Settings):
+    """Parameter-exploring policy gradient (Sehnke et al. 2010) along public directions.
+
+    Each round has d public, orthogonal directions of norm σ√d, drawn afresh. User u picks one and a
+    sign at random, acts with θ ± it, and contributes ± clip((return − b)/c, ±1) in that one of d
+    coordinates. The policy may be deterministic.
+    """
+
+    name: Literal["pgpe"] = "pgpe"
+    clip_norm: PositiveFloat = 1.0  # L2 bound S on a user's contribution
+    perturb: PositiveFloat = 0.1  # Scale σ of the perturbations, for each parameter
+    center: float = 0.0
+    spread: PositiveFloat = 1.0  # Unit c of returns: a return c above b, or more, contributes 1
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.3
+
+    def draw(self, rng: np.random.Generator, dimension: int) -> Array:
+        """Return a round's directions, ``[d, d]``; public."""
+        basis, _ = np.linalg.qr(rng.normal(size=(dimension, dimension)))
+        return np.asarray(self.perturb * math.sqrt(dimension) * basis.T)
 
 
 def pgpe(round_: ControlRound, spec: PGPE) -> None:
@@ -146,11 +205,7 @@ def pgpe(round_: ControlRound, spec: PGPE) -> None:
     ascend([round_.theta], round_.optimizer, direction)
 
 
-UPDATES: dict[str, Callable[[ControlRound, Any], None]] = {
-    "pg": pg,
-    "npg": npg,
-    "pgpe": pgpe,
-}
+UPDATES: dict[str, Callable[[ControlRound, Any], None]] = {"pg": pg, "npg": npg, "pgpe": pgpe}
 """The updates by their name in a recipe; each takes the round and its own settings."""
 
 

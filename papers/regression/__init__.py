@@ -10,8 +10,8 @@ users and any condition number; ``improper-batch-sgd`` (whose predictor is not l
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 from papers.regression.exponential import Exponential
+from papers.regression.in_memory import Oracle, fit
 from papers.regression.issp import ISSP
-from papers.regression.on_arrays import Oracle, fit
 
 __all__ = [
     "ISSP",

@@ -1,23 +1,108 @@
-"""Releases over users held in memory, in the place of :mod:`dprlhf.updates.privls.in_round`."""
+"""Private regression on plain arrays: :func:`fit` runs an oracle outside of a training run.
+
+Its releases are over users in memory, in the place of :mod:`dprlhf.updates.privls.in_round`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import MOST_USERS, clip_users
-from dprlhf.privacy.accounting import Adjacency
-from dprlhf.privacy.randomness import gaussian_noise, uniforms
+from dprlhf.privacy.accounting import noise_multiplier
+from dprlhf.privacy.randomness import gaussian_noise, new_key, uniforms
+from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
-from dprlhf.updates.privls.oracle import Contribution
-from papers.regression.exponential import choose, total_units
+from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
+from dprlhf.updates.privls.oracle import Contribution, Fit, Guarantee, finite_rows
+from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+from papers.regression.exponential import Exponential, choose, total_units
+from papers.regression.issp import ISSP
+
+Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | ProjectedSGD
 
 _MICRO_BATCH = 2**18
 """Number of elements in a micro-batch of contributions, which fit a processor's cache."""
+
+
+def fit(
+    oracle: Oracle,
+    features: Any,  # [users, d]
+    targets: Any,  # Targets A, [users]
+    *,
+    epsilon: float,
+    delta: float = 0.0,
+    adjacency: Adjacency = "replace-one",
+    users: float | None = None,  # public; None: the rows, which are private under add-remove
+    key: bytes | None = None,  # for one fit only; None draws one
+) -> Fit:
+    """Fit the coefficients w of a linear model by a private least-squares oracle.
+
+    >>> x = torch.eye(2).repeat(500, 1)
+    >>> oracle = SufficientStatistics(feature_bound=1.0, target_bound=1.0, radius=1.0)
+    >>> found = fit(oracle, x, x @ torch.tensor([0.5, -0.5]), epsilon=2.0, delta=1e-6)
+    >>> found.w.shape, found.guarantee.epsilon <= 2.0
+    (torch.Size([2]), True)
+    """
+    x, y = (torch.as_tensor(a, dtype=torch.float64, device="cpu") for a in (features, targets))
+    if x.ndim != 2 or y.shape != x.shape[:1]:
+        raise DprlhfError(
+            f"features must be [users, d] and targets [users], not {list(x.shape)} and"
+            f" {list(y.shape)}"
+        )
+    x, y = finite_rows(x, y)
+    if not epsilon > 0:
+        raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
+    check_adjacency(adjacency)
+    if users is None and adjacency == "add-remove":
+        raise DprlhfError(
+            "adjacency add-remove needs users, a public number of users: the number of rows is"
+            " private under it"
+        )
+    users = float(len(y)) if users is None else users
+    if not users > 0:
+        raise DprlhfError(f"users must be above 0, not {users:g}")
+    key = new_key() if key is None else key
+    if isinstance(oracle, Exponential):
+        if delta != 0:
+            raise DprlhfError(f"exponential is pure: leave delta at 0, not {delta}")
+        w = oracle.solve(InMemorySelect(x, y, epsilon, adjacency, key))
+        guarantee = Guarantee(epsilon, 0.0, adjacency, "exponential mechanism")
+        return Fit(w, guarantee, oracle.prediction_bound)
+    if not (0 < delta < 1 or math.isinf(epsilon)):
+        raise DprlhfError(
+            f"delta must be above 0 and below 1, not {delta}; only exponential is pure"
+        )
+    if isinstance(oracle, ISSP):
+        w, failed = oracle.solve(
+            x, y, users=users, epsilon=epsilon, delta=delta, adjacency=adjacency,
+            uniform=float(uniforms(key, "regression test", count=1)[0]),
+            normals=gaussian_noise(key, "regression", 1, count=x.shape[1]),
+        )  # fmt: skip
+        guarantee = Guarantee(epsilon, delta, adjacency, "private test and shaped Gaussian noise")
+        return Fit(w, guarantee, oracle.prediction_bound, failed)
+    z, guarantee = gaussian_budget(epsilon, delta, adjacency, oracle.releases)
+    w = oracle.solve(InMemoryRelease(x, y, z, users, key), x.shape[1])
+    return Fit(w, guarantee, oracle.prediction_bound)
+
+
+def gaussian_budget(
+    epsilon: float, delta: float, adjacency: Adjacency, releases: int
+) -> tuple[float, Guarantee]:
+    """Return the noise multiplier of each of J releases of the same users, and their guarantee."""
+    if math.isinf(epsilon):
+        return 0.0, Guarantee(math.inf, delta, adjacency, "none: no noise is added")
+    z, cost = noise_multiplier(
+        epsilon, delta, rounds=1, adjacency=adjacency, releases_per_round=releases,
+        partition="random-allocation" if adjacency == "add-remove" else "fixed",
+    )  # fmt: skip
+    word = f"{releases} Gaussian release{'s' if releases > 1 else ''}"
+    return z, Guarantee(cost.epsilon, delta, adjacency, word)
 
 
 @dataclass(repr=False, eq=False)
@@ -67,12 +152,6 @@ class InMemorySelect:
         for features, targets in micro_batches(self.features, self.targets, len(total)):
             total += total_units(loss(features, targets), largest)
         return choose(total, self.epsilon, self.adjacency, self.key, "regression")
-
-
-def issp_draws(key: bytes, dimension: int) -> tuple[float, torch.Tensor]:
-    """Return the uniform draw of ISSP's test and the normal draws of its release, ``[d]``."""
-    uniform = float(uniforms(key, "regression test", count=1)[0])
-    return uniform, gaussian_noise(key, "regression", 1, count=dimension)
 
 
 def micro_batches(

@@ -14,7 +14,7 @@ import torch
 from dprlhf.boundary import Private, open_private
 from dprlhf.privacy.accounting import gaussian_epsilon
 from papers.control import bandits, tables
-from papers.control.__main__ import main
+from papers.control.__main__ import main, write
 from papers.control.environments import Dosing, Environment, Riverswim, make_environment
 from papers.control.gym import Gymnasium, PlanarRobot
 from papers.control.policies import (
@@ -25,13 +25,11 @@ from papers.control.policies import (
     TrajectoryPolicy,
     softmax,
 )
-from papers.control.results import write
-from papers.control.run_rows import run_table
-from papers.control.settings import Advantage, load, make
-from papers.control.train import plan_of, train
+from papers.control.tables import run_table
+from papers.control.train import load, make, plan_of, train
 from papers.control.trajectories import Trajectories, evaluate, simulate
 from papers.control.ucbvi import Counting, PrivateCounts
-from papers.control.updates import ControlRound, advantages
+from papers.control.updates import Advantage, ControlRound, advantages
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "control"
 CARTPOLE = make_environment("cartpole")

@@ -13,10 +13,16 @@ from dprlhf.recipe import Oracle
 from helpers.marks import slow
 from papers.control.gym import Gymnasium
 from papers.control.policies import LogLinearSoftmax, MLPSoftmax
-from papers.control.rows import ControlPolicy, TrajectoryRows
-from papers.control.settings import PGPE, Advantage, TrajectoryNPG, TrajectoryPG
-from papers.control.trajectories import Trajectories, simulate
-from papers.control.updates import UPDATES, ControlRound, advantages
+from papers.control.trajectories import ControlPolicy, Trajectories, TrajectoryRows, simulate
+from papers.control.updates import (
+    PGPE,
+    UPDATES,
+    Advantage,
+    ControlRound,
+    TrajectoryNPG,
+    TrajectoryPG,
+    advantages,
+)
 
 TIGHT, WIDE = 0.05, 1000.0
 """Clip norms: one shortens most users, the other none."""

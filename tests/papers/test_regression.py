@@ -150,7 +150,7 @@ def test_the_guarantee_of_gaussian_oracles(adjacency: Any) -> None:
                 return super().__call__(contribution, bound)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("papers.regression.on_arrays.InMemoryRelease", Spy)
+            patch.setattr("papers.regression.in_memory.InMemoryRelease", Spy)
             found = fit(
                 oracle, x, y, epsilon=1.5, delta=1e-5, adjacency=adjacency, users=300, key=KEY
             )
