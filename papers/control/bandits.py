@@ -8,14 +8,16 @@ fixed batches; T grows as √N, as in the corollaries.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_released
 from dprlhf.errors import DprlhfError
@@ -47,27 +49,18 @@ NOISE = 0.25
 RATES = {
     "pg": (-1 / 4, "N ≥ 1/α⁴ + √d/(α³ε) (Theorem 3): α ~ N^(-1/4), private term N^(-1/3)"),
     "npg/sufficient-statistics": (None, "not in the paper"),
-    "npg/issp": (
-        -1 / 4,
-        "N ≥ d/α⁴ + d/(α³ε) + d/(α²ε²) (Corollary 2): α ~ N^(-1/4), private N^(-1/3)",
-    ),
-    "npg/improper-batch-sgd": (
-        -1 / 6,
-        "N ≥ 1/α⁶ + 1/(α⁵ε) (Corollary 3): α ~ N^(-1/6), private N^(-1/5)",
-    ),
-    "npg/projected-sgd": (
-        -1 / 6,
-        "N ≥ 1/α⁶ + √d/(α⁴ε) (appendix C): α ~ N^(-1/6), private N^(-1/4)",
-    ),
+    "npg/issp": (-1 / 4, "N ≥ d/α⁴ + d/(α³ε) + d/(α²ε²) (Corollary 2): α ~ N^(-1/4),"
+        " private N^(-1/3)"),
+    "npg/improper-batch-sgd": (-1 / 6, "N ≥ 1/α⁶ + 1/(α⁵ε) (Corollary 3): α ~ N^(-1/6),"
+        " private N^(-1/5)"),
+    "npg/projected-sgd": (-1 / 6, "N ≥ 1/α⁶ + √d/(α⁴ε) (appendix C): α ~ N^(-1/6),"
+        " private N^(-1/4)"),
     "npg/exponential": (-1 / 4, "N ≥ (1 + 1/ε) log|W| / α⁴ (Corollary 1): α ~ N^(-1/4)"),
     "rebel": (-1 / 4, "as the oracle's (Theorem 6): α ~ N^(-1/4) with a least-squares oracle"),
-    "tabular-pg": (
-        -1 / 6,
-        "N ≥ 1/α⁶ + √d/(α^(9/2)ε) (Theorem 5): α ~ N^(-1/6), private N^(-2/9)",
-    ),
-}
-"""He & Zhou's sample complexities, and the exponent that must hold for large N: the slowest term of
-each, solved for α."""
+    "tabular-pg": (-1 / 6, "N ≥ 1/α⁶ + √d/(α^(9/2)ε) (Theorem 5): α ~ N^(-1/6), private N^(-2/9)"),
+}  # fmt: skip
+"""The exponent that must hold for large N (the slowest term), and He & Zhou's sample complexities,
+solved for α."""
 
 SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
 """Updates whose gradient vanishes as the policy becomes deterministic: they get more rounds."""
@@ -99,8 +92,7 @@ class Bandit:
         """Return centred φ ``[users, 2, d]`` and r ``[users, 2]`` of two responses of π_θ each."""
         phi = _features(rng, count, self.arms, self.d)
         chance = softmax(phi @ theta)
-        draws = rng.random((count, 2, 1))
-        arms = np.minimum((chance.cumsum(-1)[:, None] < draws).sum(-1), self.arms - 1)
+        arms = _pair(rng, chance)
         taken = np.take_along_axis(phi, arms[..., None], 1)
         rewards = taken @ self.truth + rng.uniform(-NOISE, NOISE, (count, 2))
         scores = taken - (chance[..., None] * phi).sum(1, keepdims=True)
@@ -110,6 +102,12 @@ class Bandit:
 def _features(rng: np.random.Generator, count: int, arms: int, d: int) -> Array:
     raw = rng.normal(size=(count, arms, d))
     return np.asarray(raw / np.linalg.norm(raw, axis=-1, keepdims=True))
+
+
+def _pair(rng: np.random.Generator, chance: Array) -> NDArray[np.int64]:
+    """Draw two arms for each user with these probabilities, ``[users, 2]``."""
+    below = chance.cumsum(-1)[:, None] < rng.random((len(chance), 2, 1))
+    return np.asarray(np.minimum(below.sum(-1), chance.shape[-1] - 1))
 
 
 def rounds_of(users: int, name: str) -> int:
@@ -130,14 +128,14 @@ def run(name: str, d: int, users: int, epsilon: float, seed: int) -> float:
     m = users // rounds
     theta = np.zeros(d)
     if name == "pg":
-        rate = 10.0 * math.sqrt(d)
 
         def gradient(now: Array) -> Array:
             scores, rewards = bandit.users(rng, m, now)
             worth = rewards[:, 0] - rewards[:, 1]
             return np.asarray((scores[:, 0] - scores[:, 1]) * worth[:, None] / 2)
 
-        return bandit.suboptimality(_ascend(gradient, theta, rounds, m, 1.0, rate, epsilon, seed))
+        rate = 10.0 * math.sqrt(d)
+        return bandit.suboptimality(_ascend(gradient, theta, rounds, m, rate, epsilon, seed))
     key = _key(seed, name, users, epsilon)
     for t in range(rounds):
         scores, rewards = bandit.users(rng, m, theta)
@@ -169,23 +167,16 @@ def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Or
     if kind == "exponential":
         # Public candidates: directions drawn without looking at users, and 0.
         draws = uint64_stream(key, "candidates", t, count=4)
-        rng = np.random.default_rng(draws.tolist())
-        points = rng.normal(size=(2000, d))
+        points = np.random.default_rng(draws.tolist()).normal(size=(2000, d))
         points *= 0.75 / np.linalg.norm(points, axis=1, keepdims=True)
         return Exponential(torch.from_numpy(points), 2.0)
-    common: dict[str, Any] = {
-        "users": m,
-        "noise_multiplier": gaussian_budget(epsilon, DELTA, ADJACENCY, 1)[0],
-        "feature_bound": bound,
-        "target_bound": 2.0,
-        "radius": radius,
-        "step_size": float(d),
-        "most": 200,
-    }
+    z = gaussian_budget(epsilon, DELTA, ADJACENCY, 1)[0]
+    common = {"users": m, "noise_multiplier": z, "feature_bound": bound, "target_bound": 2.0}
+    common |= {"radius": radius, "step_size": float(d)}
     if kind == "projected-sgd":
-        steps = projected_steps(dimension=d, **common)
+        steps = projected_steps(dimension=d, most=200, **common)
         return ProjectedSGD(bound, 2.0, steps, float(d), radius=radius)
-    steps = improper_steps(**common)
+    steps = improper_steps(most=200, **common)
     return ImproperBatchSGD(bound, 2.0, steps, float(d))
 
 
@@ -204,8 +195,7 @@ def _tabular(users: int, epsilon: float, seed: int) -> float:
     def gradient(flat: Array) -> Array:
         policy = softmax(flat.reshape(STATES, ARMS))
         states = rng.integers(STATES, size=m)
-        draws = rng.random((m, 2, 1))
-        taken = np.minimum((policy.cumsum(-1)[states][:, None] < draws).sum(-1), ARMS - 1)
+        taken = _pair(rng, policy[states])
         rewards = table[states[:, None], taken] + rng.uniform(-NOISE, NOISE, (m, 2))
         worth = (rewards[:, 0] - rewards[:, 1])[:, None] / 2
         rows = np.eye(ARMS)[taken[:, 0]] - np.eye(ARMS)[taken[:, 1]]
@@ -218,42 +208,40 @@ def _tabular(users: int, epsilon: float, seed: int) -> float:
         return np.asarray((barrier / STATES * (1 / ARMS - policy)).ravel())
 
     start = np.zeros(STATES * ARMS)
-    theta = _ascend(gradient, start, rounds, m, 1.0, 40.0, epsilon, seed, regularize)
+    theta = _ascend(gradient, start, rounds, m, 40.0, epsilon, seed, regularize)
     policy = softmax(theta.reshape(STATES, ARMS))
     return float((table.max(-1) - (policy * table).sum(-1)).mean())
 
 
 def _ascend(
-    gradient: Any,
+    gradient: Callable[[Array], Array],  # Of each of m users at θ, clipped to 1
     theta: Array,
     rounds: int,
     m: int,
-    clip_norm: float,
     rate: float,
     epsilon: float,
     seed: int,
-    regularize: Any = None,
+    regularize: Callable[[Array], Array] = np.zeros_like,
 ) -> Array:
     """Ascend along the rounds' released gradients, ``rate`` times each."""
     plan = make_plan(
         users=rounds * m, rounds=rounds, delta=DELTA, epsilon=epsilon, partition="fixed",
-        adjacency=ADJACENCY, clip_norm=clip_norm,
+        adjacency=ADJACENCY, clip_norm=1.0,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger(Path(folder) / "ledger.jsonl", plan.terms())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Ledger(Path(folder) / "ledger.jsonl", plan.terms())) as ledger,
+    ):
         gate = Gate(plan, ledger, _key(seed, "pg", rounds * m, epsilon))
         for t in range(1, rounds + 1):
             rows = gradient(theta)
             clipped = clipped_vectors(
                 Private([(np.arange(m), torch.from_numpy(rows))]), rows.shape[1],
-                extra=Private(np.zeros((m, 0))), extra_norm=0.0, clip_norm=clip_norm,
+                extra=Private(np.zeros((m, 0))), extra_norm=0.0, clip_norm=1.0,
                 reduce=lambda total: total,
             )  # fmt: skip
             step = open_released(gate.release(t, clipped.bounded), "the bandit").numpy()
-            if regularize is not None:
-                step = step + regularize(theta)
-            theta = theta + rate * step
-        ledger.close()
+            theta = theta + rate * (step + regularize(theta))
     return theta
 
 

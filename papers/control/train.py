@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from dprlhf.boundary import Private
 from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import Adjacency, Partition, PrivacyCost
 from dprlhf.privacy.gate import Gate
@@ -25,23 +24,11 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.recipe import Optimizer, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.loading import read_settings
+from papers.control import policies
 from papers.control.environments import Environment, make_environment
-from papers.control.policies import (
-    Array,
-    LinearAction,
-    LogLinearSoftmax,
-    MLPSoftmax,
-    TrajectoryPolicy,
-)
+from papers.control.policies import Array
 from papers.control.trajectories import collect, evaluate
-from papers.control.updates import (
-    LEAKS,
-    PGPE,
-    UPDATES,
-    ControlRound,
-    TrajectoryNPG,
-    TrajectoryPG,
-)
+from papers.control.updates import LEAKS, PGPE, UPDATES, ControlRound, TrajectoryNPG, TrajectoryPG
 
 
 class TrajectoryPolicySettings(Settings):
@@ -55,14 +42,15 @@ class TrajectoryPolicySettings(Settings):
     spread: PositiveFloat = 1.0
     center: float = 0.0  # Action of linear where its output is 0
 
-    def build(self, environment: Environment) -> TrajectoryPolicy:
+    def build(self, environment: Environment) -> policies.TrajectoryPolicy:
         """Return the policy for an environment's observations and actions."""
         size, actions = environment.size, environment.actions
         if self.type == "linear":
-            return LinearAction(size, actions, self.scale, self.shift, self.spread, self.center)
+            given = self.scale, self.shift, self.spread, self.center
+            return policies.LinearAction(size, actions, *given)
         if self.type == "mlp":
-            return MLPSoftmax(size, actions, self.hidden, self.scale)
-        return LogLinearSoftmax(size, actions, self.scale, self.levels)
+            return policies.MLPSoftmax(size, actions, self.hidden, self.scale)
+        return policies.LogLinearSoftmax(size, actions, self.scale, self.levels)
 
 
 class TrajectoryPrivacy(Settings):
@@ -82,18 +70,9 @@ class ControlRecipe(Settings):
     rounds: PositiveInt = 100  # Number T of rounds
     privacy: TrajectoryPrivacy = TrajectoryPrivacy()
     policy: TrajectoryPolicySettings = TrajectoryPolicySettings()
-    update: Annotated[TrajectoryPG | TrajectoryNPG | PGPE, Field(discriminator="name")] = (
-        TrajectoryPG()
-    )
+    update: TrajectoryPG | TrajectoryNPG | PGPE = Field(TrajectoryPG(), discriminator="name")
     optimizer: Optimizer = Optimizer(name="sgd", learning_rate=1.0)
     evaluation_episodes: PositiveInt = 192
-
-    @property
-    def leak(self) -> str | None:
-        """Why no ε holds for this recipe; None where one does."""
-        if isinstance(self.update, PGPE):
-            return None
-        return LEAKS.get(self.update.advantage.baseline)
 
 
 def load(path: Path, changes: Mapping[str, Any]) -> ControlRecipe:
@@ -137,8 +116,7 @@ def train(
     allocation = allocate(plan, key)
     theta = torch.from_numpy(policy.initial(np.random.default_rng((seed, 1)))).requires_grad_()
     optimizer = make_optimizer(recipe.optimizer, [theta])
-    memory: dict[str, float] = {}
-    leak: dict[str, Private[Any]] = {}
+    memory: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Ledger(Path(folder) / "ledger.jsonl", plan.terms())) as ledger,
@@ -153,7 +131,7 @@ def train(
                 directions = recipe.update.draw(np.random.default_rng((seed, 5, t)), len(now))
             users = collect(environment, policy, now, allocation, t, seed, directions)
             round_ = ControlRound(
-                t, policy, theta, users, plan, gate, optimizer, memory, directions, leak
+                t, policy, theta, users, plan, gate, optimizer, memory, directions
             )
             set_learning_rate(optimizer, recipe.optimizer, t, plan.rounds)
             UPDATES[recipe.update.name](round_, recipe.update)
@@ -173,7 +151,8 @@ def plan_of(recipe: ControlRecipe) -> Plan:
         clip_norm=update.clip_norm, partition=privacy.partition, adjacency=privacy.adjacency,
         releases_per_round=update.oracle.releases if isinstance(update, TrajectoryNPG) else 1,
     )  # fmt: skip
-    if recipe.leak is None:
+    if isinstance(update, PGPE) or update.advantage.baseline == "public":
         return plan
-    none = PrivacyCost(math.inf, math.inf, privacy.delta, f"not private: {recipe.leak}", ())
+    why = f"not private: {LEAKS[update.advantage.baseline]}"
+    none = PrivacyCost(math.inf, math.inf, privacy.delta, why, ())
     return Plan(**{**vars(plan), "guarantee": none})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -31,10 +31,6 @@ from dprlhf.updates.telemetry import TelemetryCoordinates
 from papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
 from papers.control.trajectories import ControlPolicy, Trajectories, TrajectoryRows
 
-NO_TELEMETRY = TelemetryCoordinates(norm=0.0, reward_range=1.0)
-"""A control task's release has no coordinates but the update's own."""
-
-
 LEAKS = {
     "batch": "advantages normalised over the batch couple all users of a round",
     "critic": "an un-noised critic carries earlier users into later rounds",
@@ -55,16 +51,7 @@ class Advantage(Settings):
     baseline: Literal["public", "batch", "critic"] = "public"
 
 
-class AdvantagesPG(recipe.PG):
-    """The settings of DP-PG where the scores of rows are advantages already."""
-
-    baseline: Literal["none"] = "none"  # type: ignore[assignment]
-
-
-class AdvantagesNPG(recipe.NPG):
-    """The settings of DP-NPG where the scores of rows are advantages already."""
-
-    baseline: Literal["none"] = "none"  # type: ignore[assignment]
+AnyRound = PrivateRound[ControlPolicy, TrajectoryRows]
 
 
 @dataclass(repr=False, eq=False)
@@ -78,14 +65,8 @@ class ControlRound:
     plan: Plan  # The clip norm S, the noise multiplier and the expected batch size
     gate: Gate  # The run's way from a clipped sum to a released mean
     optimizer: torch.optim.Optimizer
-    memory: dict[str, float]  # Released values that later rounds use, by name
+    memory: dict[str, Any]  # What later rounds use, by name: released, or the critic, Private
     directions: Array | None = None  # Public perturbations of pgpe, [K, d]
-    leak: dict[str, Private[Any]] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> Array:
-        """θ as an array, ``[d]``."""
-        return self.theta.detach().numpy()
 
     def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
         """Return a function of each trajectory, ``[users, width]``."""
@@ -102,30 +83,21 @@ class ControlRound:
         """Release the mean of the clipped rows and, beside them, of the extra coordinates."""
         clipped = clipped_vectors(
             rows.map(lambda vectors: [(np.arange(len(vectors)), torch.from_numpy(vectors))]),
-            dimension,
-            extra=extra,
-            extra_norm=share * self.plan.clip_norm,
-            clip_norm=self.plan.clip_norm,
-            reduce=lambda total: total,
-        )
+            dimension, extra=extra, extra_norm=share * self.plan.clip_norm,
+            clip_norm=self.plan.clip_norm, reduce=lambda total: total,
+        )  # fmt: skip
         return self.gate.release(self.number, clipped.bounded)
 
-    def as_rows(
-        self, spec: Advantage, *, by_step: bool
-    ) -> PrivateRound[ControlPolicy, TrajectoryRows]:
+    def as_rows(self, spec: Advantage, *, by_step: bool) -> AnyRound:
         """Return the round as the language models' updates take it, with advantages as scores."""
         rows = self.trajectories.map(lambda chunks: TrajectoryRows(chunks, by_step))
         return PrivateRound(
-            policy=ControlPolicy(cast(ScoredPolicy, self.policy), self.theta),
-            responses=rows,
-            scores=rows.map(_scores, advantages(self, spec)),
-            plan=self.plan,
-            telemetry=NO_TELEMETRY,
-            optimizer=self.optimizer,
-            reduce=lambda total: total,
+            policy=ControlPolicy(cast(ScoredPolicy, self.policy), self.theta), responses=rows,
+            scores=rows.map(_scores, advantages(self, spec)), plan=self.plan,
+            telemetry=TelemetryCoordinates(norm=0.0, reward_range=1.0), optimizer=self.optimizer,
+            reduce=lambda total: total, t=self.number,
             gate=lambda bounded: self.gate.release(self.number, bounded),
-            t=self.number,
-        )
+        )  # fmt: skip
 
 
 def _scores(rows: TrajectoryRows, values: list[Array]) -> Scores:
@@ -144,7 +116,8 @@ class TrajectoryPG(Settings):
 def pg(round_: ControlRound, spec: TrajectoryPG) -> None:
     """Run DP-PG (He & Zhou, Algorithm 2), each user with the sum over its trajectory's steps."""
     rows = round_.as_rows(spec.advantage, by_step=False)
-    policy_gradient(rows, AdvantagesPG(clip_norm=spec.clip_norm))
+    # The scores of rows are advantages already.
+    policy_gradient(rows, recipe.PG.model_construct(clip_norm=spec.clip_norm, baseline="none"))
 
 
 class TrajectoryNPG(Settings):
@@ -158,7 +131,9 @@ class TrajectoryNPG(Settings):
 
 def npg(round_: ControlRound, spec: TrajectoryNPG) -> None:
     """Run DP-NPG (He & Zhou, Algorithm 3), each user with the mean over its trajectory's steps."""
-    settings = AdvantagesNPG(name="npg", clip_norm=spec.clip_norm, oracle=spec.oracle)
+    settings = recipe.NPG.model_construct(
+        name="npg", clip_norm=spec.clip_norm, baseline="none", oracle=spec.oracle
+    )
     npg_on_rows(round_.as_rows(spec.advantage, by_step=True), settings)
 
 
@@ -211,22 +186,11 @@ UPDATES: dict[str, Callable[[ControlRound, Any], None]] = {"pg": pg, "npg": npg,
 
 def advantages(round_: ControlRound, spec: Advantage) -> Private[list[Array]]:
     """Return the advantages of each chunk's steps, ``[chunk, horizon]``; 0 where there is none."""
-    if spec.baseline != "critic":
-        return round_.trajectories.map(lambda chunks: _advantages(chunks, spec))
-    # Not private: the critic was fitted, without noise, on the users of earlier rounds.
-    fitted = round_.leak.get("critic", Private(None))
-    round_.leak["critic"] = round_.trajectories.map(partial(_refitted, spec), fitted)
-    return round_.trajectories.map(partial(_beyond_critic, spec), fitted)
-
-
-def _advantages(chunks: list[Trajectories], spec: Advantage) -> list[Array]:
-    values = [discounted(chunk, spec.discount, spec.reference) for chunk in chunks]
-    if spec.baseline == "batch":  # not private: one user's return moves all others' advantages
-        pairs = list(zip(chunks, values, strict=True))
-        taken = np.concatenate([np.zeros(0), *(value[chunk.mask] for chunk, value in pairs)])
-        middle, width = (taken.mean(), taken.std() + 1e-8) if len(taken) else (0.0, 1.0)
-        return [np.where(chunk.mask, (value - middle) / width, 0.0) for chunk, value in pairs]
-    return values
+    fitted: Private[Fitted | None] = Private(None)
+    if spec.baseline == "critic":  # not private: fitted, without noise, on users of earlier rounds
+        fitted = round_.memory.get("critic", fitted)
+        round_.memory["critic"] = round_.trajectories.map(partial(_refitted, spec), fitted)
+    return round_.trajectories.map(partial(_advantages, spec), fitted)
 
 
 Fitted = tuple[Array, Array]
@@ -243,18 +207,17 @@ def _refitted(spec: Advantage, chunks: list[Trajectories], fitted: Fitted | None
     return fitted
 
 
-def _beyond_critic(
-    spec: Advantage, chunks: list[Trajectories], fitted: Fitted | None
-) -> list[Array]:
-    """Return what each step's discounted return exceeds the critic's value by."""
+def _advantages(spec: Advantage, chunks: list[Trajectories], fitted: Fitted | None) -> list[Array]:
     values = [discounted(chunk, spec.discount, spec.reference) for chunk in chunks]
-    if fitted is None:
-        return values
-    weights = np.linalg.solve(*fitted)
-    return [
-        np.where(chunk.mask, value - _critic_inputs(chunk.observations) @ weights, 0.0)
-        for chunk, value in zip(chunks, values, strict=True)
-    ]
+    pairs = list(zip(chunks, values, strict=True))
+    if fitted is not None:  # what the critic's value is exceeded by
+        weights = np.linalg.solve(*fitted)
+        values = [value - _critic_inputs(chunk.observations) @ weights for chunk, value in pairs]
+    elif spec.baseline == "batch":  # not private: one user's return moves all others' advantages
+        taken = np.concatenate([np.zeros(0), *(value[chunk.mask] for chunk, value in pairs)])
+        middle, width = (taken.mean(), taken.std() + 1e-8) if len(taken) else (0.0, 1.0)
+        values = [(value - middle) / width for value in values]
+    return [np.where(chunk.mask, value, 0.0) for chunk, value in zip(chunks, values, strict=True)]
 
 
 def _critic_inputs(observations: Array) -> Array:

@@ -141,7 +141,7 @@ def test_the_policy_gradient_is_each_trajectorys_sum() -> None:
     (chunk,) = trajectories(form, USERS)
     round_, _ = a_round(form, [chunk], WIDE)
     (weights,) = open_private(advantages(round_, ADVANTAGE))
-    scores = form.scores(round_.parameters, chunk.observations, chunk.actions)
+    scores = form.scores(theta_of(form).detach().numpy(), chunk.observations, chunk.actions)
     expected = (weights[..., None] * scores)[: len(USERS)].sum((0, 1))
     (total,) = sums("pg", form, USERS, WIDE)
     assert np.allclose(total.numpy(), expected)
