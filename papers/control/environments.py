@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dprlhf.errors import DprlhfError
 from papers.control.gym import Array, Flags, Gymnasium, PlanarRobot
 
 
@@ -32,7 +31,6 @@ class Riverswim:
 
     @property
     def size(self) -> int:
-        """The number of entries of an observation."""
         return 1 if self.blind else self.states
 
     @property
@@ -59,15 +57,12 @@ class Riverswim:
         return rewards
 
     def reset(self, uniforms: Array) -> Array:
-        """Return the left bank."""
         return np.zeros(len(uniforms), dtype=np.int64)
 
     def observe(self, state: Array) -> Array:
-        """Return one-hot states, or ones."""
         return np.ones((len(state), 1)) if self.blind else np.asarray(np.eye(self.states)[state])
 
     def step(self, state: Array, actions: Array, uniforms: Array) -> tuple[Array, Array, Flags]:
-        """Move each swimmer by one step of the Markov chain."""
         action = actions.astype(np.int64)
         ends = np.cumsum(self.transitions, -1)[state, action]
         new = np.minimum((ends < uniforms).sum(1), self.states - 1)
@@ -129,8 +124,7 @@ class Dosing:
 
     def _meals(self, steady: Array, uniforms: Array, z: Array) -> Array:
         """Return the meal disturbance at each ten minutes of the day, ``[users, 145]``."""
-        n, minutes = len(steady), np.arange(145.0)
-        level = np.repeat(steady[:, None], 145, 1)
+        minutes, level = np.arange(145.0), np.repeat(steady[:, None], 145, 1)
         if not self.varying:
             for start in (43.0, 79.0, 115.0):
                 after = minutes - start
@@ -150,11 +144,10 @@ class Dosing:
             pulse = np.exp(-0.5 * ((minutes - np.round(at[:, meal : meal + 1])) / 2.0) ** 2)
             extra = np.clip(amount[:, meal : meal + 1] - steady[:, None], 0, None)
             level += np.where(eaten[:, meal : meal + 1], 0.21 * extra * pulse, 0.0)
-        return level.reshape(n, 145)
+        return level
 
     def _advance(self, state: Array, dose: Array) -> Array:
-        body, clock = state[:, :6], state[:, 6].astype(np.int64) + 1
-        meals = state[:, 9:]
+        body, clock, meals = state[:, :6], state[:, 6].astype(np.int64) + 1, state[:, 9:]
         meal = np.take_along_axis(meals, clock[:, None], 1)[:, 0]
         before = state[:, 0]
         for _ in range(10):
@@ -225,7 +218,4 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
 
 
 def make_environment(name: str) -> Environment:
-    """Return an environment by its name."""
-    if name not in ENVIRONMENTS:
-        raise DprlhfError(f"environment '{name}' is unknown; there are: {', '.join(ENVIRONMENTS)}")
     return ENVIRONMENTS[name]()

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
+import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.errors import extra
+# Else a notice of the model compiler goes to a file in the current folder.
+mujoco.set_mju_user_warning(lambda text: None)
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Stepped = tuple[list[Any], Array, Flags]
 
 
 class _Uniforms:
@@ -23,7 +27,6 @@ class _Uniforms:
         self.numbers = numbers
 
     def uniform(self, low: float, high: float, size: tuple[int]) -> Array:
-        """Return the numbers, from (0, 1) to (low, high)."""
         return low + (high - low) * self.numbers
 
 
@@ -39,12 +42,6 @@ class Gymnasium:
     make: Callable[[], Any] | None = None  # Makes an instance, in place of gymnasium.make
 
     def __post_init__(self) -> None:
-        """Make one instance, to learn its spaces."""
-        with extra("papers", self.name):
-            import gymnasium
-            import mujoco
-        # Else a notice of the model compiler goes to a file in the current folder.
-        mujoco.set_mju_user_warning(lambda text: None)
         self._make = self.make or (
             lambda: gymnasium.make(self.name, disable_env_checker=True).unwrapped
         )
@@ -74,12 +71,9 @@ class Gymnasium:
         return state
 
     def observe(self, state: list[Any]) -> Array:
-        """Return the observations."""
         return np.stack([row[1] for row in state])
 
-    def step(
-        self, state: list[Any], actions: Array, uniforms: Array
-    ) -> tuple[list[Any], Array, Flags]:
+    def step(self, state: list[Any], actions: Array, uniforms: Array) -> Stepped:
         """Step each environment; one that raises, here or at its reset, has a reward of NaN."""
         rewards, ended = np.zeros(len(state)), np.zeros(len(state), dtype=bool)
         for number, row in enumerate(state):
@@ -122,7 +116,6 @@ class PlanarRobot(Gymnasium):
     damping: float = 0.05  # Torque against each radian per second of joint velocity
 
     def __post_init__(self) -> None:
-        """Learn the robot's spaces, then narrow the observation to what the policy sees."""
         super().__post_init__()
         self.size = 5 * self.trunk + 2 * (self.period is not None)
 
@@ -138,9 +131,7 @@ class PlanarRobot(Gymnasium):
             parts += [np.sin(angle), np.cos(angle)]
         return np.concatenate(parts, 1)
 
-    def step(
-        self, state: list[Any], actions: Array, uniforms: Array
-    ) -> tuple[list[Any], Array, Flags]:
+    def step(self, state: list[Any], actions: Array, uniforms: Array) -> Stepped:
         """Step with torques towards the positions, ``[users, joints]``."""
         seen = super().observe(state)
         position, velocity = seen[:, 2 : 2 + self.actions], seen[:, -self.actions :]

@@ -45,7 +45,6 @@ class TableRow:
 
     @property
     def group(self) -> str:
-        """The task."""
         return self.name.split("/")[0]
 
     @property
@@ -204,17 +203,9 @@ TABLES = {"hz": hz, "rio": rio, "riverswim": riverswim}
 
 
 def run_table(
-    table: str,
-    *,
-    seeds: int,
-    recipes: Path,
-    cache: Path,
-    jobs: int = 1,
-    only: str = "",
-    changes: Mapping[str, Any] | None = None,
-    write_only: bool = False,
-    quiet: bool = False,
-) -> list[TableRow]:
+    table: str, *, seeds: int, recipes: Path, cache: Path, jobs: int = 1, only: str = "",
+    changes: Mapping[str, Any] | None = None, write_only: bool = False, quiet: bool = False,
+) -> list[TableRow]:  # fmt: skip
     """Run what is missing of a table, in parallel processes; return what is finished of it."""
     rows = [row for row in TABLES[table]() if only in row.name]
     for row in rows:
@@ -278,11 +269,7 @@ def run_one(row: TableRow, seed: int, recipes: Path, seeds: int) -> Any:
 def _result(outcome: ControlOutcome, value: float) -> dict[str, Any]:
     plan = outcome.plan
     return {
-        "value": value,
-        "epsilon": plan.terms()["epsilon"],
-        "delta": plan.guarantee.delta,
-        "adjacency": plan.adjacency,
-        "partition": plan.partition,
-        "noise_multiplier": plan.noise_multiplier,
-        "dimension": len(outcome.theta),
-    }
+        "value": value, "epsilon": plan.terms()["epsilon"], "delta": plan.guarantee.delta,
+        "adjacency": plan.adjacency, "partition": plan.partition,
+        "noise_multiplier": plan.noise_multiplier, "dimension": len(outcome.theta),
+    }  # fmt: skip

@@ -58,18 +58,14 @@ def collect(
     directions: Array | None = None,  # [directions, d]
 ) -> Private[list[Trajectories]]:
     """Return the trajectories of a round's users."""
-    users = open_private(allocation).round(round_)
-    seeds = [(seed, int(user)) for user in users]
+    seeds = [(seed, int(user)) for user in open_private(allocation).round(round_)]
     return Private(simulate(environment, policy, theta, seeds, directions))
 
 
 def simulate(
-    environment: Environment,
-    policy: TrajectoryPolicy,
-    theta: Array,
-    seeds: Sequence[tuple[int, ...]],
-    directions: Array | None = None,
-) -> list[Trajectories]:
+    environment: Environment, policy: TrajectoryPolicy, theta: Array,
+    seeds: Sequence[tuple[int, ...]], directions: Array | None = None,
+) -> list[Trajectories]:  # fmt: skip
     """Return trajectories with these seeds, in chunks."""
     return [
         _chunk(environment, policy, theta, seeds[start : start + CHUNK], directions)
@@ -78,24 +74,18 @@ def simulate(
 
 
 def evaluate(
-    environment: Environment,
-    policy: TrajectoryPolicy,
-    theta: Array,
-    seed: tuple[int, ...],
+    environment: Environment, policy: TrajectoryPolicy, theta: Array, seed: tuple[int, ...],
     episodes: int,
-) -> Array:
+) -> Array:  # fmt: skip
     """Return the returns of fresh trajectories, ``[episodes]``; they are no user's, so public."""
     chunks = simulate(environment, policy, theta, [(*seed, i) for i in range(episodes)])
     return np.concatenate([chunk.returns[: chunk.users] for chunk in chunks])
 
 
 def _chunk(
-    env: Environment,
-    policy: TrajectoryPolicy,
-    theta: Array,
-    seeds: Sequence[tuple[int, ...]],
+    env: Environment, policy: TrajectoryPolicy, theta: Array, seeds: Sequence[tuple[int, ...]],
     directions: Array | None,
-) -> Trajectories:
+) -> Trajectories:  # fmt: skip
     users, horizon = len(seeds), env.horizon
     generators = [np.random.default_rng(seed) for seed in seeds]
     width = env.reset_draws + horizon * (policy.draws + env.step_draws)
@@ -197,12 +187,10 @@ class ControlPolicy:
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """θ by its name."""
         return {"theta": self.theta}
 
     @property
     def dimension(self) -> int:
-        """The number d of parameters."""
         return self.form.dimension
 
     def user_scores(

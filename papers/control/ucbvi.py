@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,6 @@ class Counting:
     mechanism: Literal["laplace", "gaussian"] = "laplace"  # laplace or gaussian noise
 
     def scale(self, horizon: int, episodes: int) -> float:
-        """Return the scale of the noise on one partial sum."""
         if math.isinf(self.epsilon):
             return 0.0
         depth = episodes.bit_length()
@@ -57,12 +56,7 @@ class PrivateCounts:
     """Running sums of a stream, with the noise of the binary mechanism."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        episodes: int,
-        scale: float,
-        mechanism: str,
-        rng: np.random.Generator,
+        self, shape: tuple[int, ...], episodes: int, scale: float, mechanism: str, rng: Any
     ) -> None:
         self._depth = episodes.bit_length()
         self._scale, self._mechanism, self._rng = scale, mechanism, rng
@@ -94,16 +88,10 @@ class PrivateCounts:
 
 
 def ucbvi(
-    environment: Riverswim,
-    episodes: int,
-    counting: Counting,
-    *,
-    bonus: float,
-    seed: int,
-    runs: int = 1,
-    every: int = 1,
-) -> Array:
-    """Return the expected regret of each episode, ``[runs, episodes]``."""
+    environment: Riverswim, episodes: int, counting: Counting,
+    *, bonus: float, seed: int, runs: int, every: int,
+) -> Array:  # fmt: skip
+    """Return the expected regret of each episode, ``[runs, episodes]``; plan every so many."""
     h_, s_, a_ = environment.horizon, environment.states, environment.actions
     rng = np.random.default_rng(seed)
     scale = counting.scale(h_, episodes)
@@ -113,7 +101,6 @@ def ucbvi(
     moves = PrivateCounts((runs, h_, s_, a_, s_), *arguments)
     cumulative = environment.transitions.cumsum(-1)
     log = math.sqrt(2 * math.log(4 * s_ * a_ * episodes * h_ / 0.1))
-    greedy = np.zeros((runs, h_, s_), dtype=np.int64)
     best, each, rewards = environment.best, np.arange(runs), environment.rewards
     regret = np.zeros((runs, episodes))
     for k in range(episodes):

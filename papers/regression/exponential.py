@@ -49,21 +49,15 @@ class Exponential:
     target_bound: float
 
     def __post_init__(self) -> None:
-        """Check the candidates and the bound."""
         check_positive("exponential", target_bound=self.target_bound)
-        try:
-            candidates = torch.as_tensor(self.candidates, dtype=torch.float64)
-        except (TypeError, ValueError, RuntimeError):
-            candidates = torch.empty(0)
+        candidates = torch.as_tensor(self.candidates, dtype=torch.float64)
         if candidates.ndim != 2 or not candidates.numel():
             raise DprlhfError(
                 "exponential: candidates must be a finite set, an array [candidates, d]; for all w"
                 " in a ball use projected-sgd or sufficient-statistics"
             )
         if not bool(candidates.isfinite().all()):
-            raise DprlhfError(
-                "exponential: candidates has entries that are not finite: leave those out"
-            )
+            raise DprlhfError("exponential: candidates has entries that are not finite")
         object.__setattr__(self, "candidates", candidates)
 
     def losses(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -128,5 +122,4 @@ def _gumbel(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
     small = np.full(count, 0.5)
     for word in words:  # the last is the most significant
         small = (word.astype(np.float64) + small) * 2.0**-64
-    gumbel: NDArray[np.float64] = -np.log(np.where(upper, -np.log(small), -np.log1p(-small)))
-    return gumbel
+    return np.asarray(-np.log(np.where(upper, -np.log(small), -np.log1p(-small))))

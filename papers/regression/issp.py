@@ -42,6 +42,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -75,15 +76,8 @@ class ISSP:
     ridge: float = 1e-6  # κ in units of mB²
 
     def __post_init__(self) -> None:
-        """Check the settings."""
-        check_positive(
-            "issp",
-            feature_bound=self.feature_bound,
-            target_bound=self.target_bound,
-            residual_bound=self.largest_residual,
-            leverage=self.leverage,
-            ridge=self.ridge,
-        )
+        bounds = {**vars(self), "residual_bound": self.largest_residual}
+        check_positive("issp", **bounds)
 
     @property
     def largest_residual(self) -> float:
@@ -92,7 +86,6 @@ class ISSP:
 
     @property
     def prediction_bound(self) -> float | None:
-        """None: predictions are linear."""
         return None
 
     def solve(
@@ -125,10 +118,10 @@ class ISSP:
         features, targets = finite_rows(features.double(), targets.double())
         features, targets = bounded_rows(features, targets, self.feature_bound, self.target_bound)
         ridge = self.ridge * users * self.feature_bound**2
-        weights = find_weights(features, targets, setup, self.largest_residual, ridge)
-        if uniform <= setup.fail_probability[weights.score]:
+        score, weights = find_weights(features, targets, setup, self.largest_residual, ridge)
+        if uniform <= setup.fail_probability[score]:
             return torch.zeros(d, dtype=torch.float64), True
-        system = System.of(features, targets, weights.weights, ridge)
+        system = System.of(features, targets, weights, ridge)
         scale = setup.noise * self.largest_residual
         # S = L Lᵀ, so L⁻ᵀ g has covariance S⁻¹.
         shaped = torch.linalg.solve_triangular(system.cholesky.mT, normals[:, None], upper=True)
@@ -248,7 +241,6 @@ class System:
     def of(
         cls, features: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, ridge: float
     ) -> System:
-        """Build the normal equations and solve them; ``weights`` is ``[users]``."""
         weighted = features * weights[:, None]
         matrix = features.mT @ weighted
         matrix.diagonal().add_(ridge)
@@ -263,10 +255,7 @@ class System:
         return squares
 
 
-@dataclass(frozen=True)
-class FilteredWeights:
-    """The result of the filters."""
-
+class FilteredWeights(NamedTuple):
     score: int  # Score of the private test, 0..k; at k the test always fails and weights are unused
     weights: torch.Tensor  # Weight of each user in the normal equations, [users], in [0, 1]
 
@@ -322,13 +311,9 @@ def filter_leverage(
 
 
 def remove_residuals(
-    features: torch.Tensor,
-    targets: torch.Tensor,
-    kept: torch.Tensor,
-    most: int,
-    lowest_bound: float,
+    features: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, most: int, bound: float,
     ridge: float,
-) -> list[tuple[float, int]]:
+) -> list[tuple[float, int]]:  # fmt: skip
     """Return (largest residual, its user), removing that user after each, down to the bound."""
     kept = kept.clone()
     removals: list[tuple[float, int]] = []
@@ -338,7 +323,7 @@ def remove_residuals(
         user = int(residuals.argmax()) if len(residuals) else 0
         largest = float(residuals[user]) if len(residuals) else 0.0
         removals.append((largest, user))
-        if largest <= lowest_bound:
+        if largest <= bound:
             break
         kept[user] = False
     return removals
