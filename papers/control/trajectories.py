@@ -169,13 +169,11 @@ class TrajectoryRows:
 
     def take(self, values: list[Array]) -> Array:
         """Return a number for each step, ``[chunk, horizon]`` each, as the rows have them."""
-        pairs = zip(self.chunks, values, strict=True)
-        parts = [of[: chunk.users] for chunk, of in pairs]
-        if self.by_step:
-            masks = [chunk.mask[: chunk.users] for chunk in self.chunks]
-            parts = [part[mask] for part, mask in zip(parts, masks, strict=True)]
-        empty = np.zeros(0 if self.by_step else (0, 1))
-        return np.concatenate(parts) if parts else empty
+        parts = []
+        for chunk, of_steps in zip(self.chunks, values, strict=True):
+            part = of_steps[: chunk.users]
+            parts.append(part[chunk.mask[: chunk.users]] if self.by_step else part)
+        return np.concatenate(parts) if parts else np.zeros(0 if self.by_step else (0, 1))
 
 
 @dataclass(frozen=True, repr=False, eq=False)

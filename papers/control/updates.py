@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from dprlhf import recipe
-from dprlhf.boundary import Private, Released, open_released
+from dprlhf.boundary import Private, open_released
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.gate import Gate
@@ -67,26 +67,6 @@ class ControlRound:
     optimizer: torch.optim.Optimizer
     memory: dict[str, Any]  # What later rounds use, by name: released, or the critic, Private
     directions: Array | None = None  # Public perturbations of pgpe, [K, d]
-
-    def of_users(self, function: Callable[[Trajectories], Array], width: int) -> Private[Array]:
-        """Return a function of each trajectory, ``[users, width]``."""
-
-        def of_chunks(chunks: list[Trajectories]) -> Array:
-            parts = [function(chunk)[: chunk.users, :width] for chunk in chunks]
-            return np.concatenate([np.zeros((0, width)), *parts])
-
-        return self.trajectories.map(of_chunks)
-
-    def release(
-        self, rows: Private[Array], dimension: int, extra: Private[Array], share: float
-    ) -> Released[torch.Tensor]:
-        """Release the mean of the clipped rows and, beside them, of the extra coordinates."""
-        clipped = clipped_vectors(
-            rows.map(lambda vectors: [(np.arange(len(vectors)), torch.from_numpy(vectors))]),
-            dimension, extra=extra, extra_norm=share * self.plan.clip_norm,
-            clip_norm=self.plan.clip_norm, reduce=lambda total: total,
-        )  # fmt: skip
-        return self.gate.release(self.number, clipped.bounded)
 
     def as_rows(self, spec: Advantage, *, by_step: bool) -> AnyRound:
         """Return the round as the language models' updates take it, with advantages as scores."""
@@ -164,16 +144,28 @@ def pgpe(round_: ControlRound, spec: PGPE) -> None:
     assert directions is not None
     baseline = round_.memory.setdefault("return", spec.center)
 
-    def worth(chunk: Trajectories) -> Array:
-        scaled = np.clip((chunk.returns - baseline) / spec.spread, -1.0, 1.0)
-        return np.where(chunk.steps > 0, scaled, 0.0)[:, None]
+    count, width = len(directions), 1 if spec.share else 0
+    size = spec.share * round_.plan.clip_norm
 
-    share, count = spec.share, len(directions)
-    rows = round_.of_users(lambda chunk: worth(chunk) * chunk.choice, count)
-    size = share * round_.plan.clip_norm
-    extra = round_.of_users(lambda chunk: size * worth(chunk), 1 if share else 0)
-    moves, of_return = round_.release(rows, count, extra, share).split([count, 1 if share else 0])
-    if share:
+    def contributions(chunks: list[Trajectories]) -> Array:
+        """Return what each user adds along each direction and to the mean return."""
+        parts = [np.zeros((0, count + width))]
+        for chunk in chunks:
+            scaled = np.clip((chunk.returns - baseline) / spec.spread, -1.0, 1.0)
+            worth = np.where(chunk.steps > 0, scaled, 0.0)[:, None]
+            both = np.concatenate([worth * chunk.choice, size * worth[:, :width]], 1)
+            parts.append(both[: chunk.users])
+        return np.concatenate(parts)
+
+    users = round_.trajectories.map(contributions)
+    clipped = clipped_vectors(
+        users.map(lambda rows: [(np.arange(len(rows)), torch.from_numpy(rows[:, :count]))]),
+        count, extra=users.map(lambda rows: rows[:, count:]), extra_norm=size,
+        clip_norm=round_.plan.clip_norm, reduce=lambda total: total,
+    )  # fmt: skip
+    released = round_.gate.release(round_.number, clipped.bounded)
+    moves, of_return = released.split([count, width])
+    if spec.share:
         seen = baseline + spec.spread * float(open_released(of_return, "pgpe")) / size
         round_.memory["return"] = (baseline + seen) / 2
     direction = moves.map(lambda mean: torch.from_numpy(directions).T @ mean / spec.perturb)
