@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Weights = Array | None
 Layers = list[tuple[Array, Array, bool]]
-"""Of each layer: the gradient of the (weighted) log π by its outputs, its inputs, has it biases."""
+"""The gradient of a (weighted) log π by each layer's outputs, its inputs, whether it has biases."""
 
 
 def softmax(logits: Array) -> Array:
