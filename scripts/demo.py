@@ -41,7 +41,7 @@ from dprlhf.data.loading import load_rows
 from dprlhf.data.public import evaluated, public_users
 from dprlhf.recipe import Recipe
 from dprlhf.rollout import sample
-from dprlhf.runs.measurements import Result, write_results
+from dprlhf.runs.measurements import Result, at_least, at_most, write_results
 from dprlhf.runs.model_card import guarantee_sentence
 from dprlhf.training.build import hush_libraries
 from dprlhf.training.measures import RewardEstimate
@@ -263,34 +263,30 @@ def rows(result: Any, wishes: Wishes, public: dict[str, dict[str, Any]]) -> list
     epsilon, (judged, error) = result.plan.guarantee.epsilon, wishes.judged(result.samples)
     distinct, fluency = over_before(result, "distinct_2"), over_before(result, "perplexity")
     found = [
-        Result("demo: epsilon (delta 1e-5)", epsilon, "1", "at most 2", epsilon <= 2),
-        Result("demo: private users", result.plan.users, "users", "at most 500",
-               result.plan.users <= 500),
-        Result("demo: held-out prompts", before.prompts, "prompts", "at least 256",
-               before.prompts >= 256),
+        at_most("demo: epsilon (delta 1e-5)", epsilon, "1", 2),
+        at_most("demo: private users", result.plan.users, "users", 500),
+        at_least("demo: held-out prompts", before.prompts, "prompts", 256),
         Result("demo: reward before", before.mean, UNIT),
         Result("demo: reward before, standard error", before.standard_error, UNIT),
         Result("demo: reward after", after.mean, UNIT),
         Result("demo: reward after, standard error", after.standard_error, UNIT),
         Result("demo: rise of the reward", rise.mean, UNIT),
         Result("demo: rise of the reward, standard error", rise.standard_error, UNIT),
-        Result("demo: rise over its standard error", rise.mean / max(rise.standard_error, 1e-9),
-               "1", "at least 5", rise.mean >= 5 * rise.standard_error),
+        at_least("demo: rise over its standard error",
+                 rise.mean / max(rise.standard_error, 1e-9), "1", 5),
         Result("demo: reward of the first person for everybody", wishes.alike, UNIT),
         Result("demo: judge of other words, rise", judged, "nats"),
-        Result("demo: judge of other words, rise over its standard error",
-               judged / max(error, 1e-9), "1", "at least 5", judged >= 5 * error),
+        at_least("demo: judge of other words, rise over its standard error",
+                 judged / max(error, 1e-9), "1", 5),
         Result("demo: KL to the base model", after.measures["kl"].mean, "nats a response"),
         Result("demo: distinct bigrams, after over before", distinct, "1"),
         Result("demo: perplexity under the base model, after over before", fluency, "1"),
     ]  # fmt: skip
     if PUBLIC_ONLY in public:
         error = public[f"{PUBLIC_ONLY}, standard error"]["value"]
-        above = (after.mean - public[PUBLIC_ONLY]["value"]) / math.hypot(
-            after.standard_error, error
-        )
+        above = after.mean - public[PUBLIC_ONLY]["value"]
         name = "demo: reward above public prompts alone, over its standard error"
-        found.append(Result(name, above, "1", "at least 3", above >= 3))
+        found.append(at_least(name, above / math.hypot(after.standard_error, error), "1", 3))
     return found
 
 
@@ -340,9 +336,9 @@ class Times:
         return [
             Result("demo: installing", ready - started, "s"),
             Result("demo: model and data", self.built - self.began, "s"),
-            Result("demo: first continuations", texts, "s", "at most 180", texts <= 180),
-            Result("demo: first noised reward", reward, "s", "at most 180", reward <= 180),
-            Result("demo: make demo, clean clone", end, "s", "at most 300", end <= 300),
+            at_most("demo: first continuations", texts, "s", 180),
+            at_most("demo: first noised reward", reward, "s", 180),
+            at_most("demo: make demo, clean clone", end, "s", 300),
         ]
 
 

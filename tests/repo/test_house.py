@@ -167,3 +167,15 @@ def test_no_test_imports_a_test_module() -> None:
         if (names := imported_tests(path.read_text()))
     }
     assert not found, f"move what is shared to tests/helpers: {found}"
+
+
+def test_what_the_scripts_import_from_here_is_there() -> None:
+    """Most scripts take minutes, so that nobody runs them when what they import moves."""
+    places = {"dprlhf": "src", "helpers": "tests", "bench": "scripts", "scripts": ""}
+    for script in (figures.ROOT / "scripts").rglob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text())):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
+            if parts[0] in places:
+                path = figures.ROOT.joinpath(places[parts[0]], *parts)
+                found = path.with_suffix(".py").exists() or path.is_dir()
+                assert found, f"{script.name}: there is no module {node.module}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import strategies as st
 
 from dprlhf.runs.published_run import read_run
 from dprlhf.runs.report import render, write_report
@@ -157,9 +156,3 @@ class TestDamage:
         html = write_report([run]).read_text()
         assert "No privacy: this run added no noise." in problems(html)
         assert "Guarantee.</strong> No privacy" in html
-
-    values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
-        max_leaves=4,
-    )
