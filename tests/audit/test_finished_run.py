@@ -10,11 +10,12 @@ from dprlhf.audit import Audit, audit_run
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.recipe import dump_recipe, make_recipe
+from dprlhf.recipe import dump_recipe
 from dprlhf.runs.card import privacy_card
 from dprlhf.runs.earlier import read_earlier
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
+from helpers.recipes import least
 
 NOTED: list[dict[str, Any]] = []
 
@@ -39,15 +40,8 @@ def finished(folder: Path, plan: Plan, asked: Any = None, **terms: Any) -> Path:
     """The folder of a finished run of one recipe, with a ledger of this plan and these terms."""
     run = RunFolder(folder / "run")
     run.policy.mkdir(parents=True)
-    recipe = make_recipe(
-        {
-            "policy": {"model_name_or_path": "nowhere"},
-            "data": {"path": "nowhere"},
-            "rewards": [{"function": "nowhere"}],
-            "privacy": {**(asked or {"epsilon": 4.0}), "delta": 1e-5, "partition": "stream"},
-            "rounds": 2,
-        }
-    )
+    budget = asked or {"epsilon": 4.0}
+    recipe = least(privacy={**budget, "delta": 1e-5, "partition": "stream"})
     run.recipe.write_text(dump_recipe(recipe))
     card = privacy_card(recipe, plan, 10, bytes(32), read_earlier(recipe))
     run.privacy.write_text(json.dumps(card))

@@ -16,6 +16,7 @@ from dprlhf.data.columns import MOST_BYTES
 from dprlhf.data.users import Users
 from dprlhf.recipe import Data
 from dprlhf.recipe.loading import recipe_from
+from helpers.recipes import recipe_settings
 
 Pair = tuple[Any, ...]
 
@@ -133,9 +134,7 @@ def test_names_of_columns_have_one_order() -> None:
     for wrong in ([], ["a", "a"], 3, [None]):
         with pytest.raises(ValidationError):
             data(wrong)
-    given = {"policy": {"model_name_or_path": "x"}, "data": {"path": "here"}, "rounds": 1,
-             "rewards": [{"function": "f"}], "privacy": {"epsilon": 1}}  # fmt: skip
-    made = recipe_from(given, ["data.user_column=[seller, buyer]"], source="test")
+    made = recipe_from(recipe_settings(), ["data.user_column=[seller, buyer]"], source="test")
     assert made.data.user_column == ["buyer", "seller"]
 
 

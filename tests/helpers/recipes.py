@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dprlhf.errors import DprlhfError
-from dprlhf.recipe import make_recipe
+from dprlhf.recipe import Recipe, make_recipe
 
 SMALL: dict[str, Any] = {
     "policy": {"model_name_or_path": "model", "adapter": {"target_modules": ["q", "v"]}},
@@ -27,6 +27,15 @@ def recipe_settings(**changes: Any) -> dict[str, Any]:
             node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
         node[last] = value
     return made
+
+
+def least(**changes: Any) -> Recipe:
+    """Return a recipe of no more keys than it needs, with these sections changed."""
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": "model"}, "data": {"path": "in-memory"},
+        "rewards": [{"function": "in-memory"}], "privacy": {"epsilon": 4.0}, "rounds": 2,
+    }  # fmt: skip
+    return make_recipe(values | changes)
 
 
 def refusal(values: Any) -> str:

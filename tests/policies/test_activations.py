@@ -13,8 +13,9 @@ from dprlhf.data.public import HELD_OUT, used_rows
 from dprlhf.policies.activations import RIDGE, align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
-from dprlhf.recipe import Adapter, make_recipe
+from dprlhf.recipe import Adapter
 from helpers import tiny
+from helpers.recipes import least
 from helpers.runs import train
 
 ROWS, WIDTH = 24, 6
@@ -130,18 +131,9 @@ def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> N
 
 def test_all_public_rows_are_compared_with_the_users_where_all_may_be_taken() -> None:
     def used(adapter: dict[str, Any]) -> int | None:
-        return used_rows(
-            make_recipe(
-                {
-                    "policy": {"model_name_or_path": "m", "adapter": adapter},
-                    "data": {"path": "users.csv"},
-                    "rewards": [{"function": "module:score"}],
-                    "evaluation": {"data": {"path": "public.csv"}, "prompts": 8},
-                    "privacy": {"epsilon": 8},
-                    "rounds": 2,
-                }
-            )
-        )
+        evaluation = {"data": {"path": "public.csv"}, "prompts": 8}
+        policy = {"model_name_or_path": "m", "adapter": adapter}
+        return used_rows(least(policy=policy, evaluation=evaluation))
 
     assert used(CONTRAST) is None
     assert used({"init": "public-activations"}) == 8 + HELD_OUT

@@ -10,12 +10,13 @@ from transformers import AutoConfig
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import context_length, prompt_room
-from dprlhf.recipe import Data, Rollout, make_recipe
+from dprlhf.recipe import Data, Rollout
 from dprlhf.rollout.decoding import try_last_step
 from dprlhf.training.policy_setup import with_prompt_width
 from helpers import families
 from helpers.autograd import relative_error
 from helpers.families import PROMPTS, padded_logprobs, plain_logprobs, sampled_logprobs
+from helpers.recipes import least
 
 KINDS = [
     "gemma2", "mistral-window", "modernbert-decoder", "llama4_text", "zamba2", "bamba", "lfm2",
@@ -105,14 +106,7 @@ def test_the_last_position_is_the_last_that_the_model_has(kind: str) -> None:
     assert policy.last_position == places[0].weight.shape[0] - 1
 
 
-SHORT: dict[str, Any] = {
-    "policy": {"model_name_or_path": "tiny"},
-    "data": {"path": "in-memory"},
-    "rewards": [{"function": "package:function"}],
-    "privacy": {"epsilon": 4.0},
-    "rounds": 2,
-    "rollout": {"max_new_tokens": 4},
-}
+SHORT = {"max_new_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -121,13 +115,8 @@ SHORT: dict[str, Any] = {
 )
 def test_a_short_context_shortens_the_default_prompt(stated, tools, width):
     policy = families.policy("gpt2")
-    settings = make_recipe(
-        {
-            **SHORT,
-            "data": {"path": "in-memory", **stated},
-            "rollout": {"max_new_tokens": policy.room - 48},
-        }
-    )
+    rollout = {"max_new_tokens": policy.room - 48}
+    settings = least(data={"path": "in-memory", **stated}, rollout=rollout)
     settled = with_prompt_width(settings, policy, tools=tools)
     assert settled.data.max_prompt_tokens == width
     with pytest.raises(DprlhfError, match=f"max_prompt_tokens {width}: the tools alone take 61"):
@@ -137,7 +126,7 @@ def test_a_short_context_shortens_the_default_prompt(stated, tools, width):
 def test_the_default_prompt_has_room_for_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = families.policy("gpt2")
     monkeypatch.setattr(policy, "room", 4096)
-    settings = make_recipe(SHORT)
+    settings = least(rollout=SHORT)
     widths = [with_prompt_width(settings, policy, tools=n).data.max_prompt_tokens for n in (0, 900)]
     assert widths == [512, 1412]
 
@@ -146,7 +135,7 @@ def test_the_longest_prompt_follows_from_public_rows() -> None:
     policy = families.policy("gpt2")
     texts = [*["x" * 17] * 199, "y" * 40]  # one of two hundred is longer; a byte is a token
     public = Users(Dataset.from_dict({"prompt": texts}), Data(path="in-memory"))
-    settings = make_recipe(SHORT)
+    settings = least(rollout=SHORT)
     assert with_prompt_width(settings, policy, public).data.max_prompt_tokens == 32
     short = settings.model_copy(update={"rollout": Rollout(max_new_tokens=policy.room - 20)})
     assert with_prompt_width(short, policy, public).data.max_prompt_tokens == 20

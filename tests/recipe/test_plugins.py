@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import yaml
@@ -11,18 +11,10 @@ import yaml
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import PositiveFloat, PrivateUpdate, UpdatePlugin, dump_recipe, load_recipe
-from dprlhf.recipe import make_recipe as make
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.pg import policy_gradient
+from helpers.recipes import least
 from helpers.runs import save_sharp, train
-
-SMALL: dict[str, Any] = {
-    "policy": {"model_name_or_path": "model"},
-    "data": {"path": "prompts.csv"},
-    "rewards": [{"function": "module:score"}],
-    "privacy": {"epsilon": 4.0},
-    "rounds": 10,
-}
 
 
 class Halved(PrivateUpdate):
@@ -82,7 +74,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> UpdatePlugin:
 
 
 def test_its_own_settings_class_validates_it(plugin: UpdatePlugin, tmp_path: Path) -> None:
-    recipe = make({**SMALL, "update": {"name": "halved", "factor": 0.25}})
+    recipe = least(update={"name": "halved", "factor": 0.25})
     assert recipe.update == Halved(factor=0.25)
     assert find_update(recipe.update) is halved
     file = tmp_path / "recipe.yaml"
@@ -90,25 +82,25 @@ def test_its_own_settings_class_validates_it(plugin: UpdatePlugin, tmp_path: Pat
     assert yaml.safe_load(file.read_text())["update"]["factor"] == 0.25
     assert load_recipe(file) == recipe
     with pytest.raises(DprlhfError, match=r"update\.factor: Input should be greater than 0, not 0"):
-        make({**SMALL, "update": {"name": "halved", "factor": 0}})
+        least(update={"name": "halved", "factor": 0})
     with pytest.raises(DprlhfError, match=r"unknown key 'update\.fctor'"):
-        make({**SMALL, "update": {"name": "halved", "fctor": 1}})
+        least(update={"name": "halved", "fctor": 1})
 
 
 def test_one_that_is_not_installed_is_named(plugin: UpdatePlugin) -> None:
     with pytest.raises(DprlhfError, match="'npg', 'halved', not 'halvd'; did you mean 'halved'"):
-        make({**SMALL, "update": {"name": "halvd"}})
+        least(update={"name": "halvd"})
 
 
 def test_what_is_no_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, ("halved", halved), ("pg", UpdatePlugin(Halved, halved)))
     with pytest.raises(DprlhfError, match=r"no dprlhf\.recipe\.UpdatePlugin"):
-        make({**SMALL, "update": {"name": "halved"}})
-    assert find_update(make(SMALL).update) is policy_gradient  # nobody replaces a built-in one
+        least(update={"name": "halved"})
+    assert find_update(least().update) is policy_gradient  # nobody replaces a built-in one
     same = UpdatePlugin(Halved, halved)
     install(monkeypatch, ("halved", same), ("halved", same))
     with pytest.raises(DprlhfError, match="several packages offer the update plugin 'halved'"):
-        make({**SMALL, "update": {"name": "halved"}})
+        least(update={"name": "halved"})
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from dprlhf.recipe import (
     make_recipe,
     without_effect,
 )
-from helpers.recipes import SMALL, recipe_settings, refusal
+from helpers.recipes import SMALL, least, recipe_settings, refusal
 from helpers.recipes import recipe_settings as settings
 
 
@@ -233,17 +233,8 @@ def test_a_stage_of_a_recipe_that_is_no_word(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-SETTINGS: dict[str, Any] = {
-    "policy": {"model_name_or_path": "org/model"},
-    "data": {"path": "org/prompts"},
-    "rewards": [{"function": "module:reward"}],
-    "privacy": {"epsilon": 1.0},
-    "rounds": 2,
-}
-
-
 def made(rollout: dict[str, Any], update: dict[str, Any] | None = None) -> Any:
-    return make_recipe(SETTINGS | {"rollout": rollout, "update": update or {"name": "pg"}})
+    return least(rollout=rollout, update=update or {"name": "pg"})
 
 
 def test_without_settings_nothing_is_changed_or_cut() -> None:

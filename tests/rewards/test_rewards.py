@@ -44,6 +44,7 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.reward_setup import check_declared
 from helpers import kernels, tiny
 from helpers.marks import slow
+from helpers.recipes import least
 
 CANARY = "CANARY-my-private-prompt"
 
@@ -987,15 +988,8 @@ def test_a_token_without_an_embedding_costs_its_user_alone(monkeypatch: pytest.M
 
 
 def assembled(tmp_path, reward, given):
-    made = recipe.make_recipe(
-        {
-            "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
-            "data": {"path": recipe.IN_MEMORY},
-            "rewards": [reward] * len(given or [None]),
-            "privacy": {"epsilon": 4, "delta": 1e-5},
-            "rounds": 2,
-        }
-    )
+    policy = {"model_name_or_path": str(tiny.save(tmp_path / "model"))}
+    made = least(policy=policy, rewards=[reward] * len(given or [None]))
     sources = InMemoryInputs([f"user {i}" for i in range(40)], given, None)
     return load_parts(made, sources, Processes(Accelerator(cpu=True)), quiet=True)
 

@@ -20,7 +20,6 @@ from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
-from dprlhf.recipe import make_recipe
 from dprlhf.runs.checkpoint import last_checkpoint, load_checkpoint, load_tuned, save_checkpoint
 from dprlhf.runs.folder import (
     JsonLines,
@@ -29,6 +28,7 @@ from dprlhf.runs.folder import (
     replaced_folder,
     write_atomically,
 )
+from helpers.recipes import least
 
 
 class Crash(BaseException):
@@ -403,15 +403,7 @@ def test_files_of_a_replaced_folder_are_synced_before_the_rename(tmp_path, monke
 
 
 PLAN = make_plan(users=3, rounds=3, delta=1e-5, noise_multiplier=1.0)
-SETTINGS = make_recipe(
-    {
-        "policy": {"model_name_or_path": "model"},
-        "data": {"path": "in-memory"},
-        "rewards": [{"function": "in-memory"}],
-        "privacy": {"noise_multiplier": 1.0},
-        "rounds": 3,
-    }
-)
+SETTINGS = least(privacy={"noise_multiplier": 1.0}, rounds=3)
 
 
 def open_ledger(folder: RunFolder, prompts: list[Any], key: bytes | None = None) -> Ledger:

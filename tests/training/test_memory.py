@@ -15,20 +15,16 @@ from dprlhf.cli.app import app
 from dprlhf.policies.loading import load_policy
 from dprlhf.training.memory import PASSES, USED, Memory, memory_of
 from helpers import tiny
+from helpers.recipes import least
 
 PROMPT, RESPONSE = 40, 16
 
 
 def settings(folder: Path, kind: Any = "llama", **policy: Any) -> recipe.Recipe:
-    return recipe.Recipe.model_validate(
-        {
-            "policy": {"model_name_or_path": str(tiny.save(folder, kind)), **policy},
-            "data": {"path": "prompts.jsonl", "max_prompt_tokens": PROMPT},
-            "rewards": [{"function": "module:reward"}],
-            "rollout": {"max_new_tokens": RESPONSE},
-            "privacy": {"epsilon": 1.0},
-            "rounds": 4,
-        }
+    return least(
+        policy={"model_name_or_path": str(tiny.save(folder, kind)), **policy},
+        data={"path": "prompts.jsonl", "max_prompt_tokens": PROMPT},
+        rollout={"max_new_tokens": RESPONSE},
     )
 
 

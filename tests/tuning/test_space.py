@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from dprlhf import DprlhfError
-from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.recipe import Recipe
 from dprlhf.tuning.space import SPACE, Parameter, draw, keys_of, value_at, with_settings
 from helpers import tiny
+from helpers.recipes import least
 
 
 @pytest.fixture(scope="module")
@@ -17,16 +18,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def recipe_of(model: str, **changes: Any) -> Recipe:
-    return make_recipe(
-        {
-            "policy": {"model_name_or_path": model},
-            "data": {"path": "users.csv", "limit": 100},
-            "rewards": [{"function": "module:score"}],
-            "privacy": {"epsilon": 8},
-            "rounds": 8,
-            **changes,
-        }
-    )
+    changes.setdefault("privacy", {"epsilon": 8})
+    data = {"path": "users.csv", "limit": 100}
+    return least(policy={"model_name_or_path": model}, data=data, rounds=8, **changes)
 
 
 def parameters(recipe: Recipe, **chosen: Any) -> dict[str, Parameter]:

@@ -14,13 +14,14 @@ from dprlhf import DprlhfError
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.plan import make_plan
-from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.recipe import Recipe
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.stand_in import _of_stand_ins, excess_variance, run_stand_ins, stand_in_plan
+from helpers.recipes import least
 from helpers.runs import ADAPTER, lower_case
 
 PUBLIC = [f"public {i}" for i in range(120)]
@@ -36,18 +37,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recipe_of(model: str, **changes: Any) -> Recipe:
-    return make_recipe(
-        {
-            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-            "data": {"path": "no-such-file.csv", "limit": 60},
-            "rewards": [{"function": "in-memory"}],
-            "privacy": {"epsilon": 8},
-            "rounds": 3,
-            "rollout": {"max_new_tokens": 4},
-            "evaluation": {"data": {"path": "in-memory"}, "prompts": FINAL},
-            **changes,
-        }
-    )
+    own = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER}, "rounds": 3,
+        "data": {"path": "no-such-file.csv", "limit": 60}, "privacy": {"epsilon": 8},
+        "rollout": {"max_new_tokens": 4},
+        "evaluation": {"data": {"path": "in-memory"}, "prompts": FINAL},
+    }  # fmt: skip
+    return least(**own | changes)
 
 
 def rows_for(recipe: Recipe, count: int = len(PUBLIC)) -> PublicRows:
