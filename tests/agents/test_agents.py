@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.agents import Agent, AgentSampler, check_apart, check_fresh
@@ -37,6 +36,8 @@ from helpers.agents import (
     written,
 )
 from helpers.marks import slow
+from helpers.policies import off_start
+from helpers.rounds import flat_parameters, set_parameters
 
 
 def with_agent(*tools: Any, environment: Any = None, most: int | None = None) -> CausalLMPolicy:
@@ -391,8 +392,8 @@ def test_each_token_of_each_turn_is_the_one_that_is_kept() -> None:
     later = own & (np.cumsum(~own & responses.response_mask.numpy().astype(bool), 1) > 0)
     assert later.sum() > 5  # tokens behind a tool's answer
     assert (found == 0).all()
-    with torch.no_grad():  # the negative control: another policy
-        for parameter in policy.parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    before = flat_parameters(policy)
+    off_start(policy, 10.0, seed=2)  # the negative control: another policy
     with policy.sampled_with(Sampling(top_k=1)):
         assert (token_logprobs(policy, responses, 8)[later] < -0.01).any()
+    set_parameters(policy, before)  # other tests share it

@@ -5,15 +5,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dprlhf.assets import sentiment
+from helpers import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -23,17 +18,7 @@ FILLER = ("the", "film", "is", "a", "story", "of", "two", "men", "and", "their",
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("encoder")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLER, *GOOD, *BAD]
-    tokenizer = BertTokenizerFast(vocab={word: i for i, word in enumerate(words)})
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=64,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    return folder
+    return Path(tiny.save_bert(tmp_path_factory.mktemp("encoder"), (*FILLER, *GOOD, *BAD)))
 
 
 def sentences(count: int, seed: int) -> pd.DataFrame:

@@ -22,6 +22,7 @@ from dprlhf.privacy.plan import make_plan
 from dprlhf.rollout import Responses, sample
 from dprlhf.training.processes import Processes
 from helpers import tiny
+from helpers.policies import off_start
 from helpers.rounds import value_of
 
 pytestmark = [
@@ -40,11 +41,7 @@ def policy_on(device, kind="gpt2", dtype=torch.float64):
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(15)
     spec = recipe.Adapter(type="lora", rank=2, alpha=8.0, target_modules=TARGETS[kind])
-    policy = make_policy(model, tiny.tokenizer(), spec)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    policy = off_start(make_policy(model, tiny.tokenizer(), spec))
     policy.model.to(device, dtype)
     return policy
 

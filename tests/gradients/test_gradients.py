@@ -39,7 +39,7 @@ from helpers import commands, tiny
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import MIXED, Shape, batch_of
 from helpers.marks import slow
-from helpers.policies import TARGETS, exact_norms, policy_of
+from helpers.policies import TARGETS, exact_norms, off_start, policy_of
 
 
 def lora(**settings: Any) -> Callable[[tiny.Kind], peft.PeftConfig]:
@@ -102,11 +102,7 @@ def trained_policy(kind, trained, dtype=torch.float64):
             adapter = {"type": trained, "rank": 2, "target_modules": TARGETS[kind]}
             spec = recipe.Adapter.model_validate(adapter)
             policy = make_policy(model, tiny.tokenizer(), spec, temperature=0.7)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    policy.model.to(dtype)
+    off_start(policy, 0.2).model.to(dtype)
     if dtype == torch.float64:
         exact_norms(policy.model)
     policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}

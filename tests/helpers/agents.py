@@ -15,6 +15,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from helpers import tiny
+from helpers.policies import off_start
 
 KEY = bytes(range(32))
 LONGEST, LENGTH = 40, 64
@@ -69,11 +70,7 @@ def model(seed: int = 0, calls: float = 3.0, ends: float = 6.0) -> GPT2LMHeadMod
 @functools.cache
 def _policy(dtype: torch.dtype) -> CausalLMPolicy:
     spec = recipe.Adapter.model_validate({"rank": 2, "alpha": 8.0, "target_modules": ["c_attn"]})
-    made = make_policy(model(), tokenizer(), spec, temperature=0.9)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    made = off_start(make_policy(model(), tokenizer(), spec, temperature=0.9), 1.0)
     made.model.to(dtype)
     return made
 

@@ -1,6 +1,7 @@
 """Tiny policies in float64 whose trained parameters are all away from zero."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,15 @@ TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
 }
+
+
+@torch.no_grad()
+def off_start(policy: Any, scale: float = 0.3, seed: int = 1) -> Any:
+    """Move what a policy trains by noise, so that an adapter changes something; return it."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters.values():
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return policy
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from helpers import tiny
+from helpers.policies import off_start
 
 KEY = bytes(range(32))
 EOS = 0
@@ -31,11 +32,7 @@ def policy_of(kind: tiny.Kind = "gpt2", dtype: torch.dtype = torch.float64) -> C
     targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "v_proj", "up_proj"]
     spec = recipe.Adapter(type="lora", rank=2, alpha=8.0, target_modules=targets)
     policy = make_policy(model_of(kind), tiny.tokenizer(), spec, temperature=TEMPERATURE)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
-    policy.model.to(dtype)
+    off_start(policy, 1.0).model.to(dtype)
     return policy
 
 

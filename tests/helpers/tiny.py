@@ -1,5 +1,6 @@
 """Tiny models and tokenizers, made in memory, with the real classes and file formats."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -71,6 +75,27 @@ def of_type(model_type: str, **settings: Any) -> PreTrainedModel:
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made.double()
+
+
+def save_bert(
+    folder: Path, words: Iterable[str] = (), kind: Any = BertModel, scale: float = 1.0
+) -> str:
+    """Save a random BERT and a tokenizer of these words, or of small letters, pieces and spaces."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz"]
+    known = list(words) or [*letters, " ", *(f"##{letter}" for letter in letters)]
+    known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *known]
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(known)}).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(known), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    made = kind(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(scale)
+    made.save_pretrained(folder)
+    return str(folder)
 
 
 def save(folder: Path, kind: Kind = "gpt2", seed: int = 0) -> Path:

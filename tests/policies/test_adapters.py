@@ -17,6 +17,7 @@ from dprlhf.policies.loading import load_policy, make_policy
 from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.recipe import Adapter, Policy, load_any_recipe
 from helpers import families, runs, tiny
+from helpers.policies import off_start
 
 KINDS = ("gpt2", "llama")
 HIDDEN, LAYERS = 32, 2
@@ -100,13 +101,6 @@ def logprobs(policy: CausalLMPolicy) -> torch.Tensor:
     return policy.response_logprobs(tokens, torch.ones_like(tokens), 6)
 
 
-def disturb(policy: CausalLMPolicy) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, where it loads them
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_starts_as_the_base_model_and_comes_back_from_disk(type_, dtype, tmp_pat
         base = logprobs(policy)
     with torch.no_grad():
         assert torch.equal(logprobs(policy), base)
-        disturb(policy)
+        off_start(policy)
         moved = logprobs(policy)
         assert not torch.allclose(moved, base, atol=1e-4)
         with policy.base():
@@ -148,7 +142,7 @@ def test_dora_is_pefts_own_and_merges(kind: tiny.Kind, tmp_path: Path) -> None:
     adapter = Adapter.model_validate(adapter_of(config))
     policy = make_policy(tiny.model(kind), tiny.tokenizer(), adapter, seed=3)
     assert [n for n in policy.parameters if "lora_magnitude_vector" in n]
-    disturb(policy)
+    off_start(policy)
     policy.save(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny.model(kind), tmp_path)
     tokens = torch.arange(1, 25).view(2, 12)
@@ -224,7 +218,7 @@ def test_an_adapter_that_takes_from_the_base_weights_has_the_same_base_policy(st
     tokens = torch.arange(1, 17)[None]
     with torch.no_grad():
         wanted = tiny.model("llama")(input_ids=tokens).logits
-        disturb(policy)
+        off_start(policy)
         moved = policy.model(input_ids=tokens).logits
         with policy.base(), policy.base():
             torch.testing.assert_close(policy.model(input_ids=tokens).logits, wanted)

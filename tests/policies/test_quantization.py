@@ -13,6 +13,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.mixing import mixing_layers
 from helpers import tiny
+from helpers.policies import off_start
 
 pytest.importorskip("bitsandbytes")
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -35,12 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def policy(model: str, quantization: Any) -> CausalLMPolicy:
     adapter = {"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
     settings = {"model_name_or_path": model, "quantization": quantization, "adapter": adapter}
-    made = load_policy(recipe.Policy.model_validate(settings))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # away from B = 0
-        for parameter in made.parameters.values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return made
+    return off_start(load_policy(recipe.Policy.model_validate(settings)), 0.05)
 
 
 def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:

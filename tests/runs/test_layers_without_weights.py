@@ -9,12 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-    BertTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM
 
 import dprlhf
 from dprlhf import recipe
@@ -22,6 +17,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.classifier import load_classifier, load_reward_model
 from dprlhf.runs.publish import merge
 from dprlhf.training.supervised import StageResult
+from helpers import tiny
 
 TARGETS: list[Any] = [["query", "value"], "all-linear"]
 
@@ -29,22 +25,7 @@ TARGETS: list[Any] = [["query", "value"], "all-linear"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    letters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
-    letters += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-    (folder / "vocab.txt").write_text("\n".join(letters))
-    torch.manual_seed(0)
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, max_position_embeddings=32,
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5)
-    model.save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
+    return Path(tiny.save_bert(folder, kind=BertForMaskedLM, scale=5.0))
 
 
 def spec_of(base: Path, targets: Any) -> recipe.Policy:

@@ -17,6 +17,7 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter, load_recipe
 from dprlhf.runs.publish import files_to_push, merge, push
 from helpers import runs, tiny
+from helpers.policies import off_start
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +117,7 @@ class TestMerge:
             [f"policy.model_name_or_path={model}", f"policy.adapter={json.dumps(values)}"],
         )
         (run / "recipe.yaml").write_text(dprlhf.recipe.dump_recipe(recipe))
-        policy = make_policy(tiny.model(kind), tiny.tokenizer(), spec)
-        with torch.no_grad():
-            for number, parameter in enumerate(policy.parameters.values()):
-                noise = torch.Generator().manual_seed(number)
-                parameter += 0.3 * torch.randn(parameter.shape, generator=noise)
+        policy = off_start(make_policy(tiny.model(kind), tiny.tokenizer(), spec))
         card = (run / "policy/README.md").read_text()
         shutil.rmtree(run / "policy")
         policy.save(run / "policy")

@@ -22,6 +22,7 @@ from dprlhf.training.measures import (
     token_logs,
 )
 from helpers import runs, tiny
+from helpers.policies import off_start
 
 PUBLIC = [f"public {'x' * i}" for i in range(12)]
 TEMPERATURE = 0.7
@@ -35,10 +36,7 @@ def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
         temperature=TEMPERATURE,
     )
     policy.end_tokens = list(range(40))  # so that some responses end before the limit
-    with torch.no_grad():
-        for number, parameter in enumerate(policy.parameters.values()):
-            noise = torch.Generator().manual_seed(number)
-            parameter += moved * torch.randn(parameter.shape, generator=noise)
+    off_start(policy, moved)
     spec = dprlhf.recipe.Rollout(max_new_tokens=9, batch_size=4)
     responses = sample(
         policy, in_memory_prompts(PUBLIC), spec.model_copy(update={"responses": 1}),

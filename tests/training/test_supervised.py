@@ -15,9 +15,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
     PreTrainedTokenizerFast,
 )
 from typer.testing import CliRunner
@@ -53,19 +50,7 @@ FORM = (
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A two-layer random BERT with a vocabulary of letters."""
-    folder = tmp_path_factory.mktemp("encoder")
-    letters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz "]
-    letters += [f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"]
-    (folder / "vocab.txt").write_text("\n".join(letters))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(letters), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=64,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(folder)
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    return str(folder)
+    return tiny.save_bert(tmp_path_factory.mktemp("encoder"))
 
 
 def clipped(vector: torch.Tensor, norm: float) -> torch.Tensor:

@@ -27,7 +27,7 @@ from helpers import tiny
 from helpers.autograd import relative_error
 from helpers.batches import Shape, batch_of, half_from_base
 from helpers.marks import slow
-from helpers.policies import policy_of
+from helpers.policies import off_start, policy_of
 from helpers.rounds import (
     flat_gradient,
     flat_parameters,
@@ -81,10 +81,7 @@ def log_linear() -> CausalLMPolicy:
     model = GPT2LMHeadModel(config)
     model.lm_head.weight.data.zero_()
     spec = recipe.Adapter(type="ffa-lora", rank=2, target_modules=["lm_head"])
-    policy = make_policy(model, tiny.tokenizer(), spec)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(torch.randn_like(parameter))
+    policy = off_start(make_policy(model, tiny.tokenizer(), spec), 1.0)
     policy.model.double()
     assert policy.dimension == 2 * VOCABULARY
     return policy
