@@ -28,17 +28,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from dprlhf.errors import DprlhfError  # noqa: E402
 from dprlhf.runs.measurements import Result, write_results  # noqa: E402
-from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps  # noqa: E402
-from papers.regression import (  # noqa: E402
-    ISSP,
-    Exponential,
-    ImproperBatchSGD,
-    Oracle,
-    ProjectedSGD,
-    SufficientStatistics,
-    fit,
-)
-from papers.regression.in_memory import gaussian_budget  # noqa: E402
+from papers.regression import ISSP, Exponential, Oracle, SufficientStatistics, descent, fit  # noqa: E402
 
 DIMENSIONS = (5, 50)
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -71,7 +61,6 @@ def problem(users: int, d: int, seed: int) -> tuple[Array, Array, Array]:
 def build(name: str, d: int, users: int, epsilon: float, truth: Array) -> Oracle:
     """Return the oracle with its public settings; only the line search uses ``truth``."""
     radius = math.sqrt(d)  # twice what is needed
-    step = d / 2  # the curvature of such features is B²/d
     if name == "exponential":
         line = np.linspace(-1, 1, 400)[:, None] * radius  # w* is not on the grid
         return Exponential(line * truth / np.linalg.norm(truth), TARGET_BOUND)
@@ -79,19 +68,11 @@ def build(name: str, d: int, users: int, epsilon: float, truth: Array) -> Oracle
         return SufficientStatistics(1, TARGET_BOUND, radius)
     if name == "issp":
         return ISSP(1, TARGET_BOUND, residual_bound=0.75, leverage=1.5)
-    common: dict[str, Any] = {
-        "users": users,
-        "noise_multiplier": gaussian_budget(epsilon, DELTA, ADJACENCY, 1)[0],
-        "feature_bound": 1,
-        "target_bound": TARGET_BOUND,
-        "radius": radius,
-        "step_size": step,
-        "most": 30,
-    }
-    if name == "projected-sgd":
-        steps = projected_steps(dimension=d, **common)
-        return ProjectedSGD(1, TARGET_BOUND, steps, step, radius=radius)
-    return ImproperBatchSGD(1, TARGET_BOUND, improper_steps(**common), step)
+    return descent(
+        name, users, d, epsilon=epsilon, delta=DELTA, adjacency=ADJACENCY, feature_bound=1,
+        target_bound=TARGET_BOUND, radius=radius, most=30,
+        step_size=d / 2,  # the curvature of such features is B²/d
+    )  # fmt: skip
 
 
 def repetitions(users: int) -> int:

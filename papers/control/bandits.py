@@ -27,19 +27,9 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.updates.privls.gradient_descent import improper_steps, projected_steps
 from dprlhf.updates.privls.oracle import project
 from papers.control.policies import Array, softmax
-from papers.regression import (
-    ISSP,
-    Exponential,
-    ImproperBatchSGD,
-    Oracle,
-    ProjectedSGD,
-    SufficientStatistics,
-    fit,
-)
-from papers.regression.in_memory import gaussian_budget
+from papers.regression import ISSP, Exponential, Oracle, SufficientStatistics, descent, fit
 
 ADJACENCY: Adjacency = "zero-out"
 DELTA = 1e-5
@@ -170,14 +160,10 @@ def _oracle(name: str, d: int, m: int, epsilon: float, key: bytes, t: int) -> Or
         points = np.random.default_rng(draws.tolist()).normal(size=(2000, d))
         points *= 0.75 / np.linalg.norm(points, axis=1, keepdims=True)
         return Exponential(torch.from_numpy(points), 2.0)
-    z = gaussian_budget(epsilon, DELTA, ADJACENCY, 1)[0]
-    common = {"users": m, "noise_multiplier": z, "feature_bound": bound, "target_bound": 2.0}
-    common |= {"radius": radius, "step_size": float(d)}
-    if kind == "projected-sgd":
-        steps = projected_steps(dimension=d, most=200, **common)
-        return ProjectedSGD(bound, 2.0, steps, float(d), radius=radius)
-    steps = improper_steps(most=200, **common)
-    return ImproperBatchSGD(bound, 2.0, steps, float(d))
+    return descent(
+        kind, m, d, epsilon=epsilon, delta=DELTA, adjacency=ADJACENCY, feature_bound=bound,
+        target_bound=2.0, radius=radius, step_size=float(d), most=200,
+    )  # fmt: skip
 
 
 STATES, ARMS = 4, 4

@@ -10,7 +10,7 @@ users and any condition number; ``improper-batch-sgd`` (whose predictor is not l
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 from papers.regression.exponential import Exponential
-from papers.regression.in_memory import Oracle, fit
+from papers.regression.in_memory import Oracle, descent, fit
 from papers.regression.issp import ISSP
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "Oracle",
     "ProjectedSGD",
     "SufficientStatistics",
+    "descent",
     "fit",
 ]

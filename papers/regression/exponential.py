@@ -20,6 +20,7 @@ The proof is in ``docs/proofs/exponential.md``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.privacy.relations import Adjacency, check_adjacency
-from dprlhf.updates.privls.oracle import Select, check_positive, predictions
+from dprlhf.updates.privls.oracle import Contribution, check_positive
 
 UNITS = 2**30
 """Number of steps in the range of a user's loss; float64 sums are exact for up to 2²³ users."""
@@ -62,23 +63,20 @@ class Exponential:
 
     def losses(self, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return each user's squared error in [0, 4R²], ``[users, candidates]``."""
+        # Row by row: how one product for all rounds a row depends on who else is there.
+        guesses = [row.clone() @ self.candidates.mT for row in features]
+        stacked = torch.stack([features.new_zeros(len(self.candidates)), *guesses])[1:]
         bound = self.target_bound
-        guesses = predictions(features, self.candidates.mT, bound)
-        return (guesses - targets.clamp(-bound, bound)[:, None]).square()
+        clipped = stacked.clamp(-bound, bound), targets.clamp(-bound, bound)[:, None]
+        return (clipped[0] - clipped[1]).square()
 
     @property
     def largest_loss(self) -> float:
-        """The upper bound 4R² of one user's loss."""
         return 4 * self.target_bound**2
 
-    def solve(self, select: Select) -> torch.Tensor:
-        """Return the chosen candidate, ``[d]``."""
+    def solve(self, select: Callable[[Contribution, float], int]) -> torch.Tensor:
+        """Return the chosen candidate, ``[d]``; ``select`` is told the losses and the largest."""
         return self.candidates[select(self.losses, self.largest_loss)].clone()
-
-    @property
-    def prediction_bound(self) -> float | None:
-        """The bound R: predictions are clipped to [−R, R], as the losses assume."""
-        return self.target_bound
 
 
 def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:

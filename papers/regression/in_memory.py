@@ -19,7 +19,7 @@ from dprlhf.privacy.randomness import gaussian_noise, new_key, uniforms
 from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
-from dprlhf.updates.privls.oracle import Contribution, Fit, Guarantee, finite_rows
+from dprlhf.updates.privls.oracle import Contribution
 from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
 from papers.regression.exponential import Exponential, choose, total_units
 from papers.regression.issp import ISSP
@@ -28,6 +28,35 @@ Oracle = Exponential | SufficientStatistics | ISSP | ImproperBatchSGD | Projecte
 
 _MICRO_BATCH = 2**18
 """Number of elements in a micro-batch of contributions, which fit a processor's cache."""
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ)-differential privacy of one fit, as an upper bound."""
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    mechanism: str
+
+    @property
+    def pure(self) -> bool:
+        return self.delta == 0.0 and math.isfinite(self.epsilon)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The released result of a private least-squares fit."""
+
+    w: torch.Tensor  # Coefficients, [d], float64
+    guarantee: Guarantee  # of w, and so of every prediction
+    prediction_bound: float = math.inf  # Predictions are clipped to ± this
+    failed: bool = False  # Whether ISSP's private test failed, so that w is 0: covered, too
+
+    def predict(self, features: Any) -> torch.Tensor:
+        """Return the predictions, ``[users]``, for array-like features, ``[users, d]``."""
+        bound = self.prediction_bound
+        return (torch.as_tensor(features) @ self.w.to(features)).clamp(-bound, bound)
 
 
 def fit(
@@ -55,7 +84,9 @@ def fit(
             f"features must be [users, d] and targets [users], not {list(x.shape)} and"
             f" {list(y.shape)}"
         )
-    x, y = finite_rows(x, y)
+    # A row that is not finite counts as absent. where, not a product: 0 · NaN is NaN.
+    finite = x.isfinite().all(dim=1) & y.isfinite()
+    x, y = torch.where(finite[:, None], x, 0.0), torch.where(finite, y, 0.0)
     if not epsilon > 0:
         raise DprlhfError(f"epsilon must be above 0, not {epsilon}")
     check_adjacency(adjacency)
@@ -73,7 +104,7 @@ def fit(
             raise DprlhfError(f"exponential is pure: leave delta at 0, not {delta}")
         w = oracle.solve(InMemorySelect(x, y, epsilon, adjacency, key))
         guarantee = Guarantee(epsilon, 0.0, adjacency, "exponential mechanism")
-        return Fit(w, guarantee, oracle.prediction_bound)
+        return Fit(w, guarantee, oracle.target_bound)
     if not (0 < delta < 1 or math.isinf(epsilon)):
         raise DprlhfError(
             f"delta must be above 0 and below 1, not {delta}; only exponential is pure"
@@ -85,10 +116,11 @@ def fit(
             normals=gaussian_noise(key, "regression", 1, count=x.shape[1]),
         )  # fmt: skip
         guarantee = Guarantee(epsilon, delta, adjacency, "private test and shaped Gaussian noise")
-        return Fit(w, guarantee, oracle.prediction_bound, failed)
+        return Fit(w, guarantee, failed=failed)
     z, guarantee = gaussian_budget(epsilon, delta, adjacency, oracle.releases)
     w = oracle.solve(InMemoryRelease(x, y, z, users, key), x.shape[1])
-    return Fit(w, guarantee, oracle.prediction_bound)
+    improper = isinstance(oracle, ImproperBatchSGD)
+    return Fit(w, guarantee, oracle.target_bound if improper else math.inf)
 
 
 def gaussian_budget(
@@ -103,6 +135,47 @@ def gaussian_budget(
     )  # fmt: skip
     word = f"{releases} Gaussian release{'s' if releases > 1 else ''}"
     return z, Guarantee(cost.epsilon, delta, adjacency, word)
+
+
+def descent(
+    name: str,
+    users: int,
+    dimension: int,
+    *,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    feature_bound: float,
+    target_bound: float,
+    radius: float,
+    step_size: float,
+    most: int,
+) -> ProjectedSGD | ImproperBatchSGD:
+    """Return projected-sgd or improper-batch-sgd with the number of steps J, up to ``most``.
+
+    With z₁ the noise multiplier of the whole budget, and before the division by ``step_size``:
+
+    - Projected: J = WBm / (2R z₁ √d) balances the two terms of the excess loss of averaged descent
+      with step 1/B², W²B²/(2J) and dJ(2BR z₁)²/(2m²B²): the paper's error √d/(mε).
+    - Improper: Chen et al. leave batch size, step size and J to their analysis; these reach the
+      rate of He & Zhou's Corollary 3, err² of order m^(−1/2) + (mε)^(−2/3). Descent from 0 on
+      realizable data leaves E(w·φ − w*·φ)² ≤ W²B²/J, and the noise adds at most
+      J (step · 2BR z₁√J/m)² B² = 4R²J²z₁²/m². They balance at J = (W²B²m² / (8R²z₁²))^(1/3). Early
+      stopping at J ≤ (WB/R)√m gives the first term.
+    """  # fmt: skip
+    z, _ = gaussian_budget(epsilon, delta, adjacency, 1)
+    if name == "projected-sgd":
+        work = 2 * target_bound * z * math.sqrt(dimension)
+        steps = radius * feature_bound * users / work if work else math.inf
+    else:
+        signal = radius * feature_bound / target_bound
+        private = (signal**2 * users**2 / (8 * z**2)) ** (1 / 3) if z else math.inf
+        steps = min(signal * math.sqrt(users), private)
+    steps = int(max(1, min(most, steps / step_size)))
+    given = feature_bound, target_bound, steps, step_size
+    if name == "projected-sgd":
+        return ProjectedSGD(*given, radius=radius)
+    return ImproperBatchSGD(*given)
 
 
 @dataclass(repr=False, eq=False)
@@ -138,7 +211,7 @@ class InMemoryRelease:
 
 @dataclass(repr=False, eq=False)
 class InMemorySelect:
-    """A :class:`~dprlhf.updates.privls.oracle.Select` over users in memory."""
+    """The choice of the exponential mechanism over users in memory."""
 
     features: torch.Tensor  # Features φ, [users, d], float64
     targets: torch.Tensor  # Targets A, [users], float64

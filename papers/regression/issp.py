@@ -49,7 +49,7 @@ import torch
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 from dprlhf.privacy.relations import Adjacency, check_adjacency
-from dprlhf.updates.privls.oracle import bounded_rows, check_positive, finite_rows
+from dprlhf.updates.privls.oracle import bounded_rows, check_positive
 
 LARGEST_GROWTH = math.e
 """Limit on the ratio of highest to lowest residual bound; beyond it the noise is excessive."""
@@ -84,10 +84,6 @@ class ISSP:
         """The bound ρ_0 that the residuals are expected to keep."""
         return 2 * self.target_bound if self.residual_bound is None else self.residual_bound
 
-    @property
-    def prediction_bound(self) -> float | None:
-        return None
-
     def solve(
         self,
         features: torch.Tensor,  # [users, d]
@@ -115,7 +111,6 @@ class ISSP:
                 f" delta {delta:g} ({adjacency}): use sufficient-statistics, improper-batch-sgd or"
                 " projected-sgd"
             )
-        features, targets = finite_rows(features.double(), targets.double())
         features, targets = bounded_rows(features, targets, self.feature_bound, self.target_bound)
         ridge = self.ridge * users * self.feature_bound**2
         score, weights = find_weights(features, targets, setup, self.largest_residual, ridge)

@@ -293,6 +293,17 @@ def test_a_row_that_is_not_finite_is_an_absent_user() -> None:
         )
 
 
+def test_losses_of_candidates_do_not_depend_on_the_place_of_a_row() -> None:
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(17, 257, generator=random, dtype=torch.float64)
+    candidates = torch.randn(5, 257, generator=random, dtype=torch.float64)
+    oracle, none = Exponential(candidates, 20.0), torch.zeros(17, dtype=torch.float64)
+    there = oracle.losses(features, none)
+    assert torch.equal(oracle.losses(features.roll(3, 0), none), there.roll(3, 0))
+    torch.testing.assert_close(there, (features @ candidates.mT).clamp(-20.0, 20.0).square())
+    assert oracle.losses(features[:0], none[:0]).shape == (0, 5)
+
+
 def law(losses: Array, c: float) -> Array:
     """P(w) ∝ exp(−c L(w)), by enumeration."""
     weights = np.exp(-c * (losses - losses.min()))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD, released_gradient
-from dprlhf.updates.privls.oracle import predictions
 
 
 @pytest.mark.parametrize("kind", [ImproperBatchSGD, ProjectedSGD])
@@ -43,13 +42,3 @@ def test_a_contribution_does_not_depend_on_its_place(dimension: int) -> None:
 
         released_gradient(release, w, 1.0, 3.0)
     assert torch.equal(found[0], found[1])
-
-
-def test_predictions_of_several_candidates_do_not_depend_on_the_place() -> None:
-    random = torch.Generator().manual_seed(0)
-    features = torch.randn(17, 257, generator=random, dtype=torch.float64)
-    candidates = torch.randn(257, 5, generator=random, dtype=torch.float64)
-    there = predictions(features, candidates, 20.0)
-    assert torch.equal(predictions(features.roll(3, 0), candidates, 20.0), there.roll(3, 0))
-    torch.testing.assert_close(there, (features @ candidates).clamp(-20.0, 20.0))
-    assert predictions(features[:0], candidates, 20.0).shape == (0, 5)

@@ -16,27 +16,20 @@ B²-smooth, so up to 1 is stable whatever the data. Features that spread over d 
 curvature near B²/d, and take d times that.
 
 **Projected** (Bassily et al. 2019, arXiv 1908.09970, Theorem 3.2; He & Zhou, arXiv 2510.21060,
-appendix C): each step projects to ‖w‖ ≤ W. :func:`projected_steps` balances the two terms of the
-excess loss of averaged descent with step 1/B², W²B²/(2J) and dJ(2BR z₁)²/(2m²B²), where z₁ is the
-noise multiplier of the whole budget: J = WBm / (2R z₁ √d). That gives the paper's error √d/(mε).
+appendix C): each step projects to ‖w‖ ≤ W.
 
 **Improper** (He & Zhou's Corollary 3, which refers to Algorithm 5 and Theorem 6.2 of Chen, Li,
 Rakhlin & Simchi-Levi, arXiv 2502.13115, version 1): nothing is projected, and the predictor is
 φ ↦ clip(w · φ, R), "improper" because it is not linear. Noise N(0, σ²I) on w has norm σ√d, yet it
 moves a prediction by no more than σ‖φ‖ ≤ σB, so the error does not grow with d; a projection would
 act on the norm, and bring d back. ‖w‖ itself can be of order √d (He & Zhou, section 6.2): a policy
-update along w has to truncate it. Chen et al. leave batch size, step size and number of steps to
-their analysis; these are built to reach the rate that Corollary 3 states, err² of order
-m^(−1/2) + (mε)^(−2/3). In :func:`improper_steps`, descent from 0 on realizable data leaves
-E(w·φ − w*·φ)² ≤ W²B²/J, and the noise adds at most J (step · 2BR z₁√J/m)² B² = 4R²J²z₁²/m². They
-balance at J = (W²B²m² / (8R²z₁²))^(1/3). Early stopping at J ≤ (WB/R)√m gives the first term.
+update along w has to truncate it.
 
 The proof of the sensitivity is in ``docs/proofs/gradient_oracles.md``.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -99,11 +92,6 @@ class ImproperBatchSGD(GradientDescent):
 
     name = "improper-batch-sgd"
 
-    @property
-    def prediction_bound(self) -> float | None:
-        """The bound R: predictions are clipped to [−R, R]."""
-        return self.target_bound
-
 
 @dataclass(frozen=True)
 class ProjectedSGD(GradientDescent):
@@ -112,11 +100,6 @@ class ProjectedSGD(GradientDescent):
     name: ClassVar[str] = "projected-sgd"
 
     radius: float = field(kw_only=True)  # Radius W; w is projected to ‖w‖ ≤ W
-
-    @property
-    def prediction_bound(self) -> float | None:
-        """None: ‖w‖ ≤ W already bounds predictions."""
-        return None
 
     def put_back(self, w: torch.Tensor) -> torch.Tensor:
         """Project to ‖w‖ ≤ W."""
@@ -134,38 +117,3 @@ def released_gradient(
         return features * (predictions(features, w, target_bound) - targets)[:, None]
 
     return release(gradient, feature_bound * (target_bound + largest))
-
-
-def projected_steps(
-    *,
-    users: float,
-    noise_multiplier: float,
-    dimension: int,
-    feature_bound: float,
-    target_bound: float,
-    radius: float,
-    step_size: float = 1.0,
-    most: int = 100,
-) -> int:
-    """Return J = WBm / (2R z₁ √d) / step_size, from 1 to ``most``."""
-    work = 2 * target_bound * noise_multiplier * math.sqrt(dimension)
-    balanced = radius * feature_bound * users / work if work else math.inf
-    return int(max(1, min(most, balanced / step_size)))
-
-
-def improper_steps(
-    *,
-    users: float,
-    noise_multiplier: float,
-    feature_bound: float,
-    target_bound: float,
-    radius: float,
-    step_size: float = 1.0,
-    most: int = 200,
-) -> int:
-    """Return J = min((W²B²m² / (8R²z₁²))^(1/3), (WB/R)√m) / step_size, from 1 to ``most``."""
-    signal = radius * feature_bound / target_bound
-    early = signal * math.sqrt(users)
-    noise = 8 * noise_multiplier**2
-    private = (signal**2 * users**2 / noise) ** (1 / 3) if noise else math.inf
-    return int(max(1, min(most, early / step_size, private / step_size)))

@@ -1,26 +1,21 @@
-"""The interface of private least-squares oracles: their access to users' data, and their result.
+"""The interface of private least-squares oracles: their access to users' data.
 
 An oracle never holds users' data. It queries them through a callable that its caller provides:
-
-- :class:`Release`, for the Gaussian oracles, answers with a noised mean over the users of a
-  function of one user; J calls are J releases of the same users.
-- :class:`Select`, for the exponential mechanism, answers with the index of a candidate.
-
-So the same oracle runs by itself (``papers/regression``, beside the package) and inside a training
-round, where the caller sums over micro-batches and processes and the gate adds the noise.
+:class:`Release` answers with a noised mean over the users of a function of one user; J calls are J
+releases of the same users. So the same oracle runs by itself (``papers/regression``, beside the
+package) and inside a training round, where the caller sums over micro-batches and processes and the
+gate adds the noise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.accounting import Adjacency
 
 Contribution = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of features ``[users, d]`` and targets ``[users]``, row by row, to ``[users, p]``.
@@ -57,72 +52,11 @@ class Release(Protocol):
         """
 
 
-class Select(Protocol):
-    """The exponential mechanism over a finite set of candidates."""
-
-    def __call__(self, loss: Contribution, largest: float) -> int:
-        """Return the index of the chosen candidate.
-
-        Args:
-            loss: Computes each user's loss under each candidate, ``[users, candidates]``.
-            largest: Upper bound of a loss, which is in [0, largest]. The implementation
-                (``papers/regression/exponential.py``) sums by ``total_units``, which clamps
-                losses to it, and draws by ``choose``.
-        """
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """(ε, δ)-differential privacy of one fit, as an upper bound."""
-
-    epsilon: float
-    delta: float
-    adjacency: Adjacency
-    mechanism: str
-
-    @property
-    def pure(self) -> bool:
-        """Whether this is pure differential privacy."""
-        return self.delta == 0.0 and math.isfinite(self.epsilon)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The released result of a private least-squares fit.
-
-    Attributes:
-        w: Coefficients, ``[d]``, float64.
-        guarantee: The privacy guarantee of ``w``, and so of every prediction.
-        prediction_bound: Bound R to clip predictions to, [−R, R]; None leaves them as they are.
-        failed: Whether the private test of ISSP failed, so that ``w`` is zero. The guarantee covers
-            this value, too.
-    """
-
-    w: torch.Tensor
-    guarantee: Guarantee
-    prediction_bound: float | None = None
-    failed: bool = False
-
-    def predict(self, features: Any) -> torch.Tensor:
-        """Return the predictions, ``[users]``, for array-like features, ``[users, d]``."""
-        return predictions(torch.as_tensor(features), self.w, self.prediction_bound)
-
-
-def predictions(features: torch.Tensor, w: torch.Tensor, bound: float | None) -> torch.Tensor:
-    """Return w · φ clipped to [−bound, bound], ``[users]``.
-
-    ``w`` may have several columns, ``[d, candidates]``: then the values are
-    ``[users, candidates]``.
-    """
+def predictions(features: torch.Tensor, w: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return w · φ clipped to [−bound, bound], ``[users]``."""
     # Not one product for all rows: how it rounds a row depends on the row's place, which follows
     # from who else is there.
-    w = w.to(features)
-    if w.ndim == 1:
-        values = (features * w).sum(1)
-    else:
-        rows = [row.clone() @ w for row in features]
-        values = torch.stack(rows) if rows else features.new_zeros(0, w.shape[1])
-    return values if bound is None else values.clamp(-bound, bound)
+    return (features * w.to(features)).sum(1).clamp(-bound, bound)
 
 
 def bounded_rows(
@@ -132,13 +66,6 @@ def bounded_rows(
     norms = features.norm(dim=1, keepdim=True)
     scale = (feature_bound / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
     return features * scale, targets.clamp(-target_bound, target_bound)
-
-
-def finite_rows(features: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set feature and target of every row that is not finite to zero, as for an absent user."""
-    finite = features.isfinite().all(dim=1) & targets.isfinite()
-    # where, not a product: 0 · NaN is NaN.
-    return torch.where(finite[:, None], features, 0.0), torch.where(finite, targets, 0.0)
 
 
 def project(w: torch.Tensor, radius: float) -> torch.Tensor:

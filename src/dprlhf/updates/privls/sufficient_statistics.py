@@ -61,11 +61,6 @@ class SufficientStatistics:
         return 1
 
     @property
-    def prediction_bound(self) -> float | None:
-        """None: ‖w‖ ≤ W already bounds predictions."""
-        return None
-
-    @property
     def shares(self) -> tuple[float, float]:
         """The norms a of the matrix and b of the vector in a contribution; a² + b² = 1."""
         alpha = self.radius * self.feature_bound**2 / math.sqrt(2)
