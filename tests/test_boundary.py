@@ -134,7 +134,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "open_private": {
         "audit/canaries": "the users are canaries; tells the attack their rounds where epsilon"
         " holds against those who know them",
-        "papers/control/trajectories": "simulates a round's users",
         "gradients/clipping": "clips each user and sums",
         "runs/budget": "hashes the users' names under the budget book's key",
         "runs/opening": "compares the users with those that the run, or an earlier one, had",

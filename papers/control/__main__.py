@@ -176,7 +176,6 @@ def markdown(measured: dict[str, list[TableRow]], seeds: int) -> str:
 
 
 def _terms(row: TableRow) -> str:
-    """Return δ, adjacency and partition of a row."""
     first = row.runs[0]
     return f"{first['delta']:g}, {first['adjacency']}, {first['partition']}"
 

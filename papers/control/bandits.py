@@ -58,8 +58,6 @@ SLOW = ("pg", "tabular-pg", "npg/projected-sgd")
 
 @dataclass(frozen=True)
 class Bandit:
-    """The log-linear problem."""
-
     d: int
     arms: int
     truth: Array  # Parameter w* of the mean reward, [d]

@@ -68,23 +68,18 @@ class Riverswim:
         new = np.minimum((ends < uniforms).sum(1), self.states - 1)
         return new, self.rewards[state, action, new], np.zeros(len(new), dtype=bool)
 
-    def value(self, probabilities: Array) -> float:
-        """Return the expected return of a policy, ``[states, actions]`` or one for each step."""
+    def value(self, policy: Array | None) -> float:
+        """Return the expected return of a policy, ``[states, actions]``; None: of the best one."""
         expected = (self.transitions * self.rewards).sum(-1)
         value = np.zeros(self.states)
-        policy = np.broadcast_to(probabilities, (self.horizon, self.states, 2))
-        for step in reversed(policy):
-            value = (step * (expected + self.transitions @ value)).sum(-1)
+        for _ in range(self.horizon):
+            ahead = expected + self.transitions @ value  # [states, actions]
+            value = ahead.max(-1) if policy is None else (policy * ahead).sum(-1)
         return float(value[0])
 
     @property
     def best(self) -> float:
-        """The optimal expected return."""
-        expected = (self.transitions * self.rewards).sum(-1)
-        value = np.zeros(self.states)
-        for _ in range(self.horizon):
-            value = (expected + self.transitions @ value).max(-1)
-        return float(value[0])
+        return self.value(None)
 
 
 @dataclass(frozen=True)

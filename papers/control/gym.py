@@ -32,8 +32,6 @@ class _Uniforms:
 
 @dataclass
 class Gymnasium:
-    """A task of Gymnasium, one instance a trajectory."""
-
     name: str  # Gymnasium's registered name, for example CartPole-v1
     horizon: int
     reward_range: float  # Bound R on a step's reward; rewards are clipped to [−R, R]

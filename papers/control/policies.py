@@ -20,7 +20,6 @@ Layers = list[tuple[Array, Array, bool]]
 
 
 def softmax(logits: Array) -> Array:
-    """Return the softmax over the last axis."""
     shifted = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray(shifted / shifted.sum(-1, keepdims=True))
 
@@ -97,7 +96,6 @@ class LogLinearSoftmax(_Softmax):
         return np.flatnonzero(np.ones(self.size) if self.scale is None else self.scale)
 
     def initial(self, rng: np.random.Generator) -> Array:
-        """Return zeros: the uniform policy."""
         return np.zeros(self.dimension)
 
     def _inputs(self, observations: Array) -> Array:
@@ -185,7 +183,6 @@ class LinearAction:
         return self.actions * (self.size + 1)
 
     def initial(self, rng: np.random.Generator) -> Array:
-        """Return zeros: the action is ``center`` everywhere."""
         return np.zeros(self.dimension)
 
     def act(self, theta: Array, observations: Array, uniforms: Array) -> Array:

@@ -33,8 +33,6 @@ BANDIT_EPSILONS = (0.5, 1.0, 4.0, math.inf)
 
 @dataclass
 class TableRow:
-    """One line of a table."""
-
     name: str  # Unique name, task/algorithm/privacy
     kind: Literal["train", "regret", "ucbvi", "bandit"]
     settings: Mapping[str, Any]  # The recipe's file and overrides, or the arguments of kind
@@ -257,9 +255,7 @@ def run_one(row: TableRow, seed: int, recipes: Path, seeds: int) -> Any:
         # What a user loses in expectation, over fresh draws of its perturbation.
         draws = [update.draw(rng, len(theta)) for _ in range(4)]
         acting = np.concatenate([theta + sign * d for d in draws for sign in (-1, 1)])
-        chances = [softmax(one.reshape(2, -1).T) for one in acting]
-        shape = (environment.states, 2)
-        values = [environment.value(np.broadcast_to(chance, shape)) for chance in chances]
+        values = [environment.value(softmax(one.reshape(2, -1).T)) for one in acting]
         losses.append(environment.best - float(np.mean(values)))
 
     outcome = train(recipe, key=key, seed=seed, watch=watch)

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,14 +20,14 @@ from dprlhf.policies.optimizers import make_optimizer, set_learning_rate
 from dprlhf.privacy.accounting import Adjacency, Partition, PrivacyCost
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
-from dprlhf.privacy.partition import allocate
+from dprlhf.privacy.partition import Allocation, allocate
 from dprlhf.privacy.plan import Plan, check_promise, make_plan
 from dprlhf.recipe import Optimizer, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.loading import read_settings
 from papers.control import policies
 from papers.control.environments import Environment, make_environment
 from papers.control.policies import Array
-from papers.control.trajectories import collect, evaluate
+from papers.control.trajectories import evaluate, simulate
 from papers.control.updates import LEAKS, PGPE, UPDATES, ControlRound, TrajectoryNPG, TrajectoryPG
 
 
@@ -76,12 +76,11 @@ class ControlRecipe(Settings):
 
 
 def load(path: Path, changes: Mapping[str, Any]) -> ControlRecipe:
-    """Read a YAML recipe; ``changes`` maps dotted keys to values that replace the file's."""
     return make(read_settings(path), changes)
 
 
 def make(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> ControlRecipe:
-    """Return settings, with changes, as a recipe."""
+    """Return a recipe; ``changes`` maps dotted keys to values that replace those in settings."""
     tree: Any = copy.deepcopy(dict(settings))
     for key, value in changes.items():
         *parents, last = key.split(".")
@@ -94,8 +93,6 @@ def make(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> ControlReci
 
 @dataclass(frozen=True)
 class ControlOutcome:
-    """What a run released, and how it does on fresh trajectories."""
-
     theta: Array  # the final parameters, [d]
     plan: Plan  # with the guarantee
     returns: Array  # Returns of the final policy on fresh simulated trajectories, [episodes]
@@ -129,7 +126,12 @@ def train(
             directions = None
             if isinstance(recipe.update, PGPE):
                 directions = recipe.update.draw(np.random.default_rng((seed, 5, t)), len(now))
-            users = collect(environment, policy, now, allocation, t, seed, directions)
+
+            def seeds(of: Allocation, t: int = t) -> list[tuple[int, int]]:
+                return [(seed, int(user)) for user in of.round(t)]
+
+            of_seeds = partial(simulate, environment, policy, now, directions=directions)
+            users = allocation.map(seeds).map(of_seeds)
             round_ = ControlRound(
                 t, policy, theta, users, plan, gate, optimizer, memory, directions
             )

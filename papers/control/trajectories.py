@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.boundary import Private, open_private
-from dprlhf.privacy.partition import Allocation
 from papers.control.environments import Environment
 from papers.control.gym import Gymnasium
 from papers.control.policies import Array, ScoredPolicy, TrajectoryPolicy
@@ -46,20 +44,6 @@ class Trajectories:
     def returns(self) -> Array:
         """The sum of rewards of each trajectory, ``[chunk]``."""
         return np.asarray(self.rewards.sum(1))
-
-
-def collect(
-    environment: Environment,
-    policy: TrajectoryPolicy,
-    theta: Array,  # Parameters θ, [d]
-    allocation: Private[Allocation],
-    round_: int,
-    seed: int,
-    directions: Array | None = None,  # [directions, d]
-) -> Private[list[Trajectories]]:
-    """Return the trajectories of a round's users."""
-    seeds = [(seed, int(user)) for user in open_private(allocation).round(round_)]
-    return Private(simulate(environment, policy, theta, seeds, directions))
 
 
 def simulate(
@@ -146,7 +130,6 @@ class TrajectoryRows:
 
     @property
     def users(self) -> int:
-        """The number of users, those whose environment failed included."""
         return sum(chunk.users for chunk in self.chunks)
 
     @cached_property

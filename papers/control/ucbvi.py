@@ -36,8 +36,6 @@ FAMILIES = 3
 
 @dataclass(frozen=True)
 class Counting:
-    """How counts are released."""
-
     epsilon: float  # Privacy loss ε; infinite for exact counts
     delta: float = 1e-5  # Failure probability δ of gaussian; laplace has none
     mechanism: Literal["laplace", "gaussian"] = "laplace"  # laplace or gaussian noise

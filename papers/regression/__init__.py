@@ -14,12 +14,6 @@ from papers.regression.in_memory import Oracle, descent, fit
 from papers.regression.issp import ISSP
 
 __all__ = [
-    "ISSP",
-    "Exponential",
-    "ImproperBatchSGD",
-    "Oracle",
-    "ProjectedSGD",
-    "SufficientStatistics",
-    "descent",
-    "fit",
-]
+    "ISSP", "Exponential", "ImproperBatchSGD", "Oracle", "ProjectedSGD", "SufficientStatistics",
+    "descent", "fit",
+]  # fmt: skip

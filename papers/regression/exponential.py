@@ -3,18 +3,11 @@
 Releases one of finitely many public candidates W: w with probability proportional to
 exp(−c L(w)), L(w) = Σ_u (clip(w · φ_u, R) − clip(A_u, R))². The guarantee is pure: δ = 0.
 
-Departures from the paper:
-
-- The printed exponent ε L / (8 R_max²) is that of Lemma 2, which needs targets and predictions in
-  [−R, R]. Algorithm 4 applies it to |Â| ≤ 2 R_max, where it can spend 4ε. Here R is the true bound
-  on the targets, and predictions are clipped to it, which Lemma 2 assumes and nothing enforces.
-- Under replace-one, c = ε / (8R²), as in Lemma 2. When a user is added, removed or zeroed, every
-  L(w) moves the same way, by at most 4R², and c = ε / (4R²) already gives ε.
-- Each loss is rounded to a multiple of 4R²/2³⁰, so that sums are exact in any order.
-- Sampling is Gumbel-max: argmax of −c L(w) + G_w with independent Gumbel G_w, from a keyed stream
-  whose uniforms go down to 2⁻²⁵⁶: as rare as any event that a 256-bit key decides.
-
-The proof is in ``docs/proofs/exponential.md``.
+Departures from the paper, with the proof in ``docs/proofs/exponential.md``: R is the bound on the
+targets, since the printed one, on rewards, can spend 4ε where |Â| ≤ 2 R_max; predictions are
+clipped to it; c is ε / (4R²), and half of that under replace-one, where L(w) and L(w′) may move in
+opposite directions; losses are rounded to multiples of 4R²/2³⁰, so that sums are exact in any
+order; sampling is Gumbel-max from uniforms that go down to 2⁻²⁵⁶.
 """
 
 from __future__ import annotations
@@ -44,8 +37,6 @@ _WORDS = 4
 
 @dataclass(frozen=True, eq=False)
 class Exponential:
-    """The exponential mechanism over a finite, public candidate set."""
-
     candidates: torch.Tensor  # public: must not depend on users' data, [candidates, d]
     target_bound: float
 
@@ -91,7 +82,6 @@ def total_units(losses: torch.Tensor, largest: float) -> torch.Tensor:
 
 def exponent(epsilon: float, adjacency: Adjacency) -> float:
     """Return c · (range of one user's loss) of P(w) ∝ exp(−c L(w)) for pure ε."""
-    # Half of ε under replace-one, where L(w) and L(w′) may move in opposite directions.
     check_adjacency(adjacency)
     return epsilon / 2 if adjacency == "replace-one" else epsilon
 

@@ -6,7 +6,6 @@ Its releases are over users in memory, in the place of :mod:`dprlhf.updates.priv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +45,6 @@ class Guarantee:
 
 @dataclass(frozen=True)
 class Fit:
-    """The released result of a private least-squares fit."""
-
     w: torch.Tensor  # Coefficients, [d], float64
     guarantee: Guarantee  # of w, and so of every prediction
     prediction_bound: float = math.inf  # Predictions are clipped to ± this
@@ -163,8 +160,8 @@ def descent(
       J (step · 2BR z₁√J/m)² B² = 4R²J²z₁²/m². They balance at J = (W²B²m² / (8R²z₁²))^(1/3). Early
       stopping at J ≤ (WB/R)√m gives the first term.
     """  # fmt: skip
-    z, _ = gaussian_budget(epsilon, delta, adjacency, 1)
-    if name == "projected-sgd":
+    (z, _), projected = gaussian_budget(epsilon, delta, adjacency, 1), name == "projected-sgd"
+    if projected:
         work = 2 * target_bound * z * math.sqrt(dimension)
         steps = radius * feature_bound * users / work if work else math.inf
     else:
@@ -173,9 +170,7 @@ def descent(
         steps = min(signal * math.sqrt(users), private)
     steps = int(max(1, min(most, steps / step_size)))
     given = feature_bound, target_bound, steps, step_size
-    if name == "projected-sgd":
-        return ProjectedSGD(*given, radius=radius)
-    return ImproperBatchSGD(*given)
+    return ProjectedSGD(*given, radius=radius) if projected else ImproperBatchSGD(*given)
 
 
 @dataclass(repr=False, eq=False)
@@ -194,10 +189,11 @@ class InMemoryRelease:
         most = max(MOST_USERS, math.ceil(2 * self.expected_batch_size))
         if len(self.features) > most + 1:
             raise DprlhfError(f"more than {most} users: set users to a number near theirs")
-        total = _zeros(contribution, self.features)
-        for features, targets in micro_batches(self.features, self.targets, len(total)):
-            clipped, _ = clip_users(contribution(features, targets), bound, most_users=most)
-            total += clipped.sum(0)
+
+        def clipped(features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return clip_users(contribution(features, targets), bound, most_users=most)[0].sum(0)
+
+        total = _summed(clipped, self.features, self.targets)
         self._calls += 1
         if self.noise_multiplier:
             grid = grid_of(self.noise_multiplier, bound, len(total))
@@ -220,28 +216,18 @@ class InMemorySelect:
     key: bytes  # Secret key, for this choice only
 
     def __call__(self, loss: Contribution, largest: float) -> int:
-        """Return the index of the chosen candidate."""
-        total = _zeros(loss, self.features)
-        for features, targets in micro_batches(self.features, self.targets, len(total)):
-            total += total_units(loss(features, targets), largest)
+        total = _summed(lambda x, y: total_units(loss(x, y), largest), self.features, self.targets)
         return choose(total, self.epsilon, self.adjacency, self.key, "regression")
 
 
-def micro_batches(
-    features: torch.Tensor, targets: torch.Tensor, width: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield features and targets in micro-batches whose contributions fit the processor's cache."""
+def _summed(function: Contribution, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Add up a function of a micro-batch, to ``[p]``, over all users."""
+    total = function(features[:0], targets[:0]).double()
     # Rows of zeros pad the last: with one shape, a user's rounding does not depend on the others.
-    size = min(1024, 2 ** max(0, (_MICRO_BATCH // max(1, width)).bit_length() - 1))
+    size = min(1024, 2 ** max(0, (_MICRO_BATCH // max(1, len(total))).bit_length() - 1))
     for start in range(0, len(targets), size):
         x, y = features[start : start + size], targets[start : start + size]
-        if missing := size - len(y):
-            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-            y = torch.nn.functional.pad(y, (0, missing))
-        yield x, y
-
-
-def _zeros(contribution: Contribution, features: torch.Tensor) -> torch.Tensor:
-    """Return the zeros, ``[p]``, that a sum of contributions starts from."""
-    width = contribution(features[:0], features.new_zeros(0)).shape[1]
-    return torch.zeros(width, dtype=torch.float64)
+        missing = size - len(y)
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+        total += function(x, torch.nn.functional.pad(y, (0, missing)))
+    return total

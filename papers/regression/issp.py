@@ -39,7 +39,6 @@ many users. Out of that range it refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -135,7 +134,6 @@ class Setup:
 
     @property
     def levels(self) -> int:
-        """The number of levels, 2k + 2."""
         return 2 * self.k + 2
 
     def leverage_bound(self, level: int) -> float:
@@ -261,18 +259,6 @@ def find_weights(
     """Run the filters at all levels on features ``[users, d]`` and targets ``[users]``, float64."""
     k = setup.k
     score, weights = k, torch.zeros(len(targets), dtype=torch.float64)
-    for level, kept in kept_sets(features, targets, setup, residual_bound, ridge):
-        removed = k if kept is None else int((~kept).sum())
-        score = min(score, max(removed, level))
-        if kept is not None and k < level <= 2 * k:
-            weights += kept / k
-    return FilteredWeights(score, weights.clamp(max=1.0))
-
-
-def kept_sets(
-    features: torch.Tensor, targets: torch.Tensor, setup: Setup, residual_bound: float, ridge: float
-) -> Iterator[tuple[int, torch.Tensor | None]]:
-    """Yield each level, the highest first, and its kept users; None where it removes too many."""
     kept = torch.ones(len(targets), dtype=torch.bool)
     removals: list[tuple[float, int]] | None = None
     for level in reversed(range(setup.levels)):
@@ -280,15 +266,17 @@ def kept_sets(
         # A lower level's set is a subset of a higher one's, so the search goes on from there.
         kept = filter_leverage(features, kept, setup.leverage_bound(level), ridge)
         if removals is None or int(kept.sum()) != before:
-            removals = remove_residuals(features, targets, kept, setup.k, residual_bound, ridge)
+            removals = remove_residuals(features, targets, kept, k, residual_bound, ridge)
         bound = residual_bound * setup.growth**level
         count = next((i for i, (largest, _) in enumerate(removals) if largest <= bound), None)
-        if count is None:
-            yield level, None
+        if count is None:  # the level removes too many
             continue
         inside = kept.clone()
         inside[[user for _, user in removals[:count]]] = False
-        yield level, inside
+        score = min(score, max(int((~inside).sum()), level))
+        if k < level <= 2 * k:
+            weights += inside / k
+    return FilteredWeights(score, weights.clamp(max=1.0))
 
 
 def filter_leverage(
