@@ -16,6 +16,7 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses
 from dprlhf.training.tasks import Task
 from helpers import tiny
+from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
 
 
@@ -84,13 +85,71 @@ def logs(first: int, count: int, **changes: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def stage_of(kind: Any, model: str = "x", **changes: Any) -> Any:
+    """Return a recipe of a stage for rows in memory."""
+    values: dict[str, Any] = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER}, "privacy": {"epsilon": 8.0},
+        "data": {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
+        "rounds": 4,
+    }  # fmt: skip
+    return kind.model_validate(values | changes)
+
+
 def stage_of_logs(model: str, folder: Path, **changes: Any) -> recipe.FeedbackRecipe:
     """Return a recipe for such rows in memory."""
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-        "data": {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 4,
-        "output_dir": str(folder),
-    }
-    return recipe.FeedbackRecipe.model_validate(values | changes)
+    return stage_of(recipe.FeedbackRecipe, model, output_dir=str(folder), **changes)
+
+
+def gained(trained: CausalLMPolicy, prompt: str, completion: str) -> tuple[Any, Any, int]:
+    """Return log π and log μ of a completion and its end, and the number of tokens."""
+    before = trained.tokenizer(prompt)["input_ids"]
+    learnt = [*trained.tokenizer(completion)["input_ids"], 0]
+    start = len(before) - 1
+
+    def logprob() -> torch.Tensor:
+        logits = trained.model(input_ids=torch.tensor([before + learnt])).logits[0]
+        places = range(start, start + len(learnt))
+        return torch.log_softmax(logits, -1)[places, learnt].sum()
+
+    with torch.no_grad(), trained.base():
+        reference = logprob()
+    return logprob(), reference, len(learnt)
+
+
+def check_user_sums(
+    task: Task, trained: CausalLMPolicy, rows: Any, data: recipe.Data, loss: Any
+) -> None:
+    """Compare clipped sums with autograd's gradients of users' mean losses, clipped or not."""
+    of_user = {}
+    for user in {row["user"] for row in rows}:
+        own = torch.stack([loss(row) for row in rows if row["user"] == user])
+        of_user[user] = -flat_gradient(trained, own.mean())
+    norms = sorted(float(g.norm()) for g in of_user.values())
+    for clip_norm in (1e6, norms[1] * 0.9):
+        expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in of_user.values())
+        found, _ = user_sums(task, trained, examples(rows, data), clip_norm, 4)
+        # Where it clips, S is made smaller by the margin for rounding.
+        error = 1e-11 if clip_norm > norms[-1] else 2e-6
+        assert float((found - expected).norm()) < error * norms[-1]
+
+
+def loss_of_trl(
+    trainer: Any, config: Any, trained: CausalLMPolicy, rows: Any, folder: Path, **update: Any
+) -> tuple[float, dict[str, float]]:
+    """Return TRL's loss on all rows once the adapter is off its start, and its metrics."""
+    from datasets import Dataset
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = "!"
+    settings = config(
+        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, per_device_train_batch_size=len(rows), **update,
+    )  # fmt: skip
+    made = trainer(
+        trained.model, args=settings, train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    moved(trained, 0.3)  # TRL has copied the adapter's start as its reference
+    batch = made.data_collator(list(made.train_dataset))
+    loss = float(made._compute_loss(trained.model, batch, False).detach())
+    return loss, {k: v[-1] for seen in made._metrics.values() for k, v in seen.items() if v}

@@ -11,10 +11,14 @@ import torch
 from dprlhf import recipe
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training.dpo import PreferredAnswers, split_prompt
-from helpers import tiny
-from helpers.rounds import flat_gradient
-from helpers.runs import ADAPTER
-from helpers.stages import examples, moved, user_sums, wide_policy
+from helpers.stages import (
+    check_user_sums,
+    examples,
+    gained,
+    loss_of_trl,
+    stage_of,
+    wide_policy,
+)  # fmt: skip
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 2}
 PAIRS = [
@@ -28,37 +32,15 @@ LOSSES = [{"beta": 0.5}, {"beta": 0.5, "loss_type": "hinge"}, {"beta": 0.2, "los
 
 
 def settings(**changes: Any) -> recipe.DPORecipe:
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": "x", "adapter": ADAPTER},
-        "data": DATA,
-        "privacy": {"epsilon": 8.0},
-        "rounds": 4,
-    }
-    return recipe.DPORecipe.model_validate(values | changes)
-
-
-def sums(spec, rows, clip_norm, batch_size=4):
-    found = examples(rows, spec.data)
-    return user_sums(PreferredAnswers(spec), wide_policy(0.3), found, clip_norm, batch_size)[0]
-
-
-def logprob(trained: CausalLMPolicy, prompt: str, completion: str) -> tuple[torch.Tensor, int]:
-    before = trained.tokenizer(prompt)["input_ids"]
-    learnt = [*trained.tokenizer(completion)["input_ids"], 0]
-    logits = trained.model(input_ids=torch.tensor([before + learnt])).logits[0]
-    start = len(before) - 1
-    found = torch.log_softmax(logits, -1)[range(start, start + len(learnt)), learnt].sum()
-    return found, len(learnt)
+    return stage_of(recipe.DPORecipe, **{"data": DATA, **changes})
 
 
 def pair_loss(trained: CausalLMPolicy, pair: dict[str, str], spec: recipe.DPORecipe) -> Any:
-    gained = []
+    gains = []
     for key in ("chosen", "rejected"):
-        now, tokens = logprob(trained, pair["prompt"], pair[key])
-        with torch.no_grad(), trained.base():
-            reference, _ = logprob(trained, pair["prompt"], pair[key])
-        gained.append((now - reference) / (tokens if spec.update.loss_type == "ipo" else 1))
-    margin, beta = gained[0] - gained[1], spec.update.beta
+        now, reference, tokens = gained(trained, pair["prompt"], pair[key])
+        gains.append((now - reference) / (tokens if spec.update.loss_type == "ipo" else 1))
+    margin, beta = gains[0] - gains[1], spec.update.beta
     return {
         "sigmoid": lambda: -torch.nn.functional.logsigmoid(beta * margin),
         "hinge": lambda: torch.relu(1 - beta * margin),
@@ -69,17 +51,9 @@ def pair_loss(trained: CausalLMPolicy, pair: dict[str, str], spec: recipe.DPORec
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
 def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_pairs(update):
     spec, trained = settings(update=update), wide_policy(0.3)
-    of_user = {}
-    for user in "abc":
-        own = torch.stack([pair_loss(trained, p, spec) for p in PAIRS if p["user"] == user])
-        of_user[user] = -flat_gradient(trained, own.mean())
-    norms = sorted(float(g.norm()) for g in of_user.values())
-    for clip_norm in (1e6, norms[1] * 0.9):
-        expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in of_user.values())
-        found = sums(spec, PAIRS, clip_norm)
-        # Where it clips, S is made smaller by the margin for rounding.
-        error = 1e-12 if clip_norm > norms[-1] else 2e-6
-        assert float((found - expected).norm()) < error * norms[-1]
+    check_user_sums(
+        PreferredAnswers(spec), trained, PAIRS, spec.data, lambda p: pair_loss(trained, p, spec)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # a round silences it
@@ -97,26 +71,12 @@ def test_a_tie_is_no_accurate_pair_and_a_margin_that_is_no_number_counts_for_not
 
 @pytest.mark.parametrize("update", LOSSES, ids=lambda u: u.get("loss_type", "sigmoid"))
 def test_loss_and_metrics_are_those_of_trl(update: dict[str, Any], tmp_path: Path) -> None:
-    from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     trained, spec = wide_policy(0), settings(update=update)
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = "!"
     rows = [{k: p[k] for k in ("prompt", "chosen", "rejected")} for p in PAIRS]
-    wanted = {"loss_type": [update.get("loss_type", "sigmoid")]}
-    config = DPOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False,
-        gradient_checkpointing=False, per_device_train_batch_size=4, **{**update, **wanted},
-    )  # fmt: skip
-    trainer = DPOTrainer(
-        trained.model, args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    moved(trained, 0.3)  # TRL has copied the adapter's start as its reference
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    theirs = float(trainer._compute_loss(trained.model, batch, False).detach())
-    seen = {k: v[-1] for group in trainer._metrics.values() for k, v in group.items() if v}
+    wanted = update | {"loss_type": [update.get("loss_type", "sigmoid")]}
+    theirs, seen = loss_of_trl(DPOTrainer, DPOConfig, trained, rows, tmp_path, **wanted)
     task = PreferredAnswers(spec)
     encoded = task.encode(trained, examples(rows, recipe.PreferencePairs(path="x")))
     ours = dict(zip(task.metrics, task.losses(trained, encoded, 3), strict=True))

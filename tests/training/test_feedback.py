@@ -17,10 +17,18 @@ from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training import feedback
 from dprlhf.training.feedback import Reactions, log_probability, reaction
-from helpers import runs, tiny
-from helpers.rounds import flat_gradient
-from helpers.runs import ADAPTER
-from helpers.stages import examples, logs, moved, stage_of_logs, user_sums, wide_policy
+from helpers import runs
+from helpers.stages import (
+    check_user_sums,
+    examples,
+    gained,
+    logs,
+    loss_of_trl,
+    stage_of,
+    stage_of_logs,
+    user_sums,
+    wide_policy,
+)  # fmt: skip
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
 ROWS = [
@@ -50,14 +58,8 @@ def largest_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(loss: str = "policy_gradient", **changes: Any) -> recipe.FeedbackRecipe:
-    values: dict[str, Any] = {
-        "policy": {"model_name_or_path": "x", "adapter": ADAPTER},
-        "data": DATA,
-        "update": {"loss_type": loss, **LOSSES[loss]},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 4,
-    }
-    return recipe.FeedbackRecipe.model_validate(values | changes)
+    update = {"loss_type": loss, **LOSSES[loss]}
+    return stage_of(recipe.FeedbackRecipe, **{"data": DATA, "update": update, **changes})
 
 
 def task_of(spec: recipe.FeedbackRecipe, trained: CausalLMPolicy) -> Reactions:
@@ -65,28 +67,6 @@ def task_of(spec: recipe.FeedbackRecipe, trained: CausalLMPolicy) -> Reactions:
     public = recipe.LoggedFeedback(path="x")
     made.compare_with(trained, examples(PUBLIC, public))
     return made
-
-
-def sums(spec, rows, clip_norm, batch_size=4):
-    trained = wide_policy(0.3)
-    found = examples(rows, spec.data)
-    return user_sums(task_of(spec, trained), trained, found, clip_norm, batch_size)[0]
-
-
-def gained(trained: CausalLMPolicy, prompt: str, completion: str) -> tuple[Any, Any, int]:
-    """Return log π and log μ of a completion and its end, and the number of tokens."""
-    before = trained.tokenizer(prompt)["input_ids"]
-    learnt = [*trained.tokenizer(completion)["input_ids"], 0]
-    start = len(before) - 1
-
-    def logprob() -> torch.Tensor:
-        logits = trained.model(input_ids=torch.tensor([before + learnt])).logits[0]
-        places = range(start, start + len(learnt))
-        return torch.log_softmax(logits, -1)[places, learnt].sum()
-
-    with torch.no_grad(), trained.base():
-        reference = logprob()
-    return logprob(), reference, len(learnt)
 
 
 def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.FeedbackRecipe) -> Any:
@@ -114,17 +94,8 @@ def row_loss(trained: CausalLMPolicy, row: dict[str, Any], spec: recipe.Feedback
 @each_loss
 def test_a_users_gradient_is_that_of_its_mean_loss_clipped_over_all_rows(loss, logged):
     spec, trained = settings(loss, data={**DATA, "logprob_column": logged}), wide_policy(0.3)
-    of_user = {}
-    for user in "abc":
-        own = torch.stack([row_loss(trained, r, spec) for r in ROWS if r["user"] == user])
-        of_user[user] = -flat_gradient(trained, own.mean())
-    norms = sorted(float(g.norm()) for g in of_user.values())
-    for clip_norm in (1e6, norms[1] * 0.9):
-        expected = sum(g * min(1.0, clip_norm / float(g.norm())) for g in of_user.values())
-        found = sums(spec, ROWS, clip_norm)
-        # Where it clips, S is made smaller by the margin for rounding.
-        error = 1e-11 if clip_norm > norms[-1] else 2e-6
-        assert float((found - expected).norm()) < error * norms[-1]
+    task = task_of(spec, trained)
+    check_user_sums(task, trained, ROWS, spec.data, lambda r: row_loss(trained, r, spec))
 
 
 @each_loss
@@ -178,30 +149,16 @@ def test_a_ratio_counts_at_most_its_bound(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_the_loss_is_that_of_trl(loss: str, tmp_path: Path) -> None:
-    from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
     trained, spec = wide_policy(0), settings(loss)
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = "!"
-    update = LOSSES[loss]
-    config = KTOConfig(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type=loss,
-        gradient_checkpointing=False, per_device_train_batch_size=3, **update,
-    )  # fmt: skip
-    trainer = KTOTrainer(
-        trained.model, args=config, train_dataset=Dataset.from_list(PUBLIC),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    moved(trained, 0.3)  # TRL has copied the adapter's start as its reference
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    theirs = float(trainer._compute_loss(trained.model, batch, False).detach())
+    update = LOSSES[loss] | {"loss_type": loss}
+    theirs, seen = loss_of_trl(KTOTrainer, KTOConfig, trained, PUBLIC, tmp_path, **update)
     task = task_of(spec, trained)
     public = examples(PUBLIC, recipe.LoggedFeedback(path="x"))
     (ours,) = task.losses(trained, task.encode(trained, public), 3)
     assert float(ours.mean()) == pytest.approx(theirs, rel=1e-5)
-    kl = next(seen["kl"][-1] for seen in trainer._metrics.values() if seen["kl"])
-    assert task.reference_point(trained, 3) == pytest.approx(kl, rel=1e-4)
+    assert task.reference_point(trained, 3) == pytest.approx(seen["kl"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

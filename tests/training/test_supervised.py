@@ -36,7 +36,7 @@ from dprlhf.training.example_tokens import split_row
 from dprlhf.training.supervised_rows import made_up_rows
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
 from dprlhf.training.trainer import rehearse_end
-from helpers import tiny
+from helpers import stages, tiny
 from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
 from helpers.stages import examples, moved, people, preferences, user_sums, wide_policy
@@ -285,20 +285,13 @@ def test_labels_clip_each_users_cross_entropy_gradient(encoder: str) -> None:
         assert "SECRET" not in str(caught.value)
 
 
-DATA = {"path": "in-memory", "user_column": "user", "max_completion_tokens": 8}
-
-
 VALUE_BIASES = recipe.Adapter(
     type="peft", peft={"peft_type": "LORA", "lora_bias": True, "target_modules": ["value"]}
 )
 
 
 def stage_of(kind: Any, model: str, folder: Path, **changes: Any) -> Any:
-    values = {
-        "policy": {"model_name_or_path": model, "adapter": ADAPTER}, "data": DATA,
-        "privacy": {"epsilon": 8.0}, "rounds": 2, "output_dir": str(folder),
-    }  # fmt: skip
-    return kind.model_validate(values | changes)
+    return stages.stage_of(kind, model, **{"rounds": 2, "output_dir": str(folder), **changes})
 
 
 def sft(model: str, folder: Path, **changes: Any) -> recipe.SFTRecipe:
@@ -331,7 +324,8 @@ def test_a_document_that_cannot_be_encoded_stops_nobody(model, tmp_path, monkeyp
     rows = people(0, 42)
     rows[40]["completion"], rows[41]["completion"] = " zzzz", None  # type: ignore[assignment]
     rows[41]["user"] = "u0"  # who has another row
-    stage = sft(model, tmp_path / "run", data={**DATA, "max_prompts_per_user": 2})
+    data = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 2}
+    stage = sft(model, tmp_path / "run", data={**data, "max_completion_tokens": 8})
     dprlhf.train_stage(stage, data=rows, quiet=True)
     told = (tmp_path / "run/secret/operator.txt").read_text().splitlines()
     assert {line.partition(":")[0] for line in told if line.startswith("row ")} == {
