@@ -92,11 +92,9 @@ def _scores(name: str, *, wants: list[int], weight: float | None = None) -> list
         return [{"praise": 9.0, "criticism": -9.0}[text] for text in completions]
 
     by_words = LoadedReward(
-        sentiment,
-        "by words",
-        spec.weight if weight is None else weight,
+        sentiment, "by words", spec.weight if weight is None else weight,
         times_column=spec.times_column,
-    )
+    )  # fmt: skip
     texts = ["praise", "criticism"] * 2
     found = Scorer([by_words], made.reward_range).score(
         ["p"] * 4, texts, [[0]] * 4, {"wants": wants}, [0, 1, 2, 3]

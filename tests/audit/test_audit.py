@@ -99,12 +99,10 @@ def plan_of(epsilon: float, **changes: Any) -> Plan:
 
 def recipe_of(**changes: Any) -> Recipe:
     values: dict[str, Any] = {
-        "policy": {"model_name_or_path": "nowhere"},
-        "data": {"path": "nowhere"},
-        "rewards": [{"function": "nowhere"}],
-        "privacy": {"epsilon": 8.0, "delta": 1e-5},
+        "policy": {"model_name_or_path": "nowhere"}, "data": {"path": "nowhere"},
+        "rewards": [{"function": "nowhere"}], "privacy": {"epsilon": 8.0, "delta": 1e-5},
         "rounds": 4,
-    }
+    }  # fmt: skip
     for key, value in changes.items():
         old = values.get(key)
         values[key] = {**old, **value} if isinstance(old, dict) else value
@@ -282,12 +280,9 @@ def test_prompt_canaries_keep_the_unit_and_the_runs_before(column: str, tmp_path
         "adapter": {"type": "lora", "target_modules": ["c_attn"]},
     }
     recipe = recipe_of(
-        policy=policy,
-        rounds=1,
-        rollout={"responses": 8},
-        previous=[{"run": run}],
+        policy=policy, rounds=1, rollout={"responses": 8}, previous=[{"run": run}],
         data={"user_column": column},
-    )
+    )  # fmt: skip
     found = audit(recipe, tmp_path / "audit", canaries=4, space="prompt", seed=1, quiet=True)
     assert found.holds
     assert read_ledger(tmp_path / "audit/ledger.jsonl")[0].body["unit"] == column

@@ -138,13 +138,10 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
     common: dict[str, Any] = {
-        "data": {"path": str(data), "user_column": "user"},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 3,
-        "optimizer": {"learning_rate": 0.05},
-        "update": {"batch_size": 8},
+        "data": {"path": str(data), "user_column": "user"}, "privacy": {"epsilon": 8.0},
+        "rounds": 3, "optimizer": {"learning_rate": 0.05}, "update": {"batch_size": 8},
         "output_dir": str(folder),
-    }
+    }  # fmt: skip
     if STAGES[stage] is RL:
         acting = {"tools": [agents.add]} if stage == "agent" else {}
         rollout = {"max_new_tokens": 12, "responses": 2, "batch_size": 8}

@@ -363,13 +363,9 @@ def check_ledger(result: Result, releases: int) -> None:
 def test_a_run_without_noise_learns(model: str, tmp_path: Path, name: str) -> None:
     fixed = {"rounds": 20, "learning_rate": 0.1, "update__name": name}
     result = train(
-        model,
-        tmp_path / "run",
-        epsilon=math.inf,
-        rollout__responses=4,
-        evaluation_prompts=[f"public {i}" for i in range(240)],
-        **fixed | LEARNS[name],
-    )
+        model, tmp_path / "run", epsilon=math.inf, rollout__responses=4,
+        evaluation_prompts=[f"public {i}" for i in range(240)], **fixed | LEARNS[name],
+    )  # fmt: skip
     assert result.difference.mean > 4 * result.difference.standard_error
     check_ledger(result, result.plan.releases_per_round)
     card = json.loads((tmp_path / "run/privacy.json").read_text())

@@ -33,11 +33,9 @@ def values(tmp_path: Path) -> dict[str, Any]:
     return {
         "policy": {"model_name_or_path": str(tiny.save(tmp_path / "model"))},
         "data": {"path": str(prompts), "limit": 20},
-        "rewards": [{"function": f"{__name__}:length"}],
-        "rollout": {"max_new_tokens": 3},
-        "privacy": {"epsilon": 8.0, "delta": 1e-4},
-        "rounds": 2,
-    }
+        "rewards": [{"function": f"{__name__}:length"}], "rollout": {"max_new_tokens": 3},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4}, "rounds": 2,
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -865,13 +865,10 @@ def test_a_user_has_one_name_in_all_parts_of_a_source(parts: str, tmp_path: Path
 def test_a_csv_column_has_the_type_of_all_its_values(tmp_path: Path) -> None:
     """And no value of a user depends on which other users have lines near it."""
     cells = {
-        "whole": ("3", "-4", "", "9007199254740993"),
-        "number": ("3", "0.5", "1e-3", ""),
-        "truth": ("True", "FALSE", "true", ""),
-        "text": ("1.50", "007", "soon", ""),
-        "long": ("9007199254740993", "0.5", "1", ""),
-        "answer": ("yes", "no", "", ""),
-    }
+        "whole": ("3", "-4", "", "9007199254740993"), "number": ("3", "0.5", "1e-3", ""),
+        "truth": ("True", "FALSE", "true", ""), "text": ("1.50", "007", "soon", ""),
+        "long": ("9007199254740993", "0.5", "1", ""), "answer": ("yes", "no", "", ""),
+    }  # fmt: skip
     lines = [",".join(cells), *(",".join(row) for row in zip(*cells.values(), strict=True))]
     (tmp_path / "a.csv").write_text("\n".join([lines[0], *lines[1:] * 4_000]) + "\n")
     rows = load_rows(Data(path=str(tmp_path / "a.csv"), prompt_column="answer"))[-4:]

@@ -177,18 +177,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
     assert Processes.connect().device.type == GPU
     result = dprlhf.train(
-        model=str(tiny.save(tmp_path / "model")),
-        prompts=[f"user {i} says" for i in range(40)],
-        reward=reward,
-        policy__adapter={"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-        policy__dtype="bfloat16",
-        epsilon=8.0,
-        delta=1e-2,
-        rounds=2,
-        rollout__max_new_tokens=4,
-        output_dir=tmp_path / "run",
-        quiet=True,
-    )
+        model=str(tiny.save(tmp_path / "model")), prompts=[f"user {i} says" for i in range(40)],
+        reward=reward, policy__adapter={"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
+        policy__dtype="bfloat16", epsilon=8.0, delta=1e-2, rounds=2, rollout__max_new_tokens=4,
+        output_dir=tmp_path / "run", quiet=True,
+    )  # fmt: skip
     assert result.policy.device.type == GPU
     kinds = [entry.kind for entry in read_ledger(tmp_path / "run/ledger.jsonl")]
     assert kinds == ["open", "charge", "commit", "charge", "commit"]
@@ -202,18 +195,11 @@ def test_rows_longer_than_a_block_of_fused_attention_train(tmp_path: Path) -> No
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     dprlhf.train(
-        model=str(tmp_path / "model"),
-        prompts=[f"user {i} says " * 60 for i in range(40)],
+        model=str(tmp_path / "model"), prompts=[f"user {i} says " * 60 for i in range(40)],
         reward=lambda prompts, completions, **columns: [float(len(c)) for c in completions],
         policy__adapter={"type": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]},
-        policy__dtype="bfloat16",
-        data__max_prompt_tokens=600,
-        epsilon=8.0,
-        delta=1e-2,
-        rounds=2,
-        rollout__max_new_tokens=64,
-        output_dir=tmp_path / "run",
-        quiet=True,
-    )
+        policy__dtype="bfloat16", data__max_prompt_tokens=600, epsilon=8.0, delta=1e-2, rounds=2,
+        rollout__max_new_tokens=64, output_dir=tmp_path / "run", quiet=True,
+    )  # fmt: skip
     kinds = [entry.kind for entry in read_ledger(tmp_path / "run/ledger.jsonl")]
     assert kinds == ["open", "charge", "commit", "charge", "commit"]

@@ -60,18 +60,10 @@ def reinforced(model: str, folder: Path, **changes: Any) -> Path:
     dprlhf.train(
         model=model,
         prompts=[{"prompt": f"user {i} says", "user": f"u{i // 2}"} for i in range(40)],
-        data__user_column="user",
-        data__max_prompts_per_user=2,
-        data__max_prompt_tokens=16,
-        reward=length,
-        evaluation_prompts=PUBLIC,
-        evaluation__every=1,
-        rounds=2,
-        rollout__max_new_tokens=4,
-        quiet=True,
-        output_dir=folder,
-        **{"epsilon": 4.0, **changes},
-    )
+        data__user_column="user", data__max_prompts_per_user=2, data__max_prompt_tokens=16,
+        reward=length, evaluation_prompts=PUBLIC, evaluation__every=1, rounds=2,
+        rollout__max_new_tokens=4, quiet=True, output_dir=folder, **{"epsilon": 4.0, **changes},
+    )  # fmt: skip
     return folder
 
 

@@ -180,14 +180,9 @@ def test_the_margin_covers_the_rounding_of_a_sum_over_users() -> None:
                 yield np.arange(start, end), vectors[start:end]
 
         return clipped_vectors(
-            Private(batches()),
-            1,
-            extra=Private(np.zeros((users, 0))),
-            extra_norm=0.0,
-            clip_norm=clip_norm,
-            reduce=lambda x: x,
-            most_users=users,
-        ).bounded.total
+            Private(batches()), 1, extra=Private(np.zeros((users, 0))), extra_norm=0.0,
+            clip_norm=clip_norm, reduce=lambda x: x, most_users=users,
+        ).bounded.total  # fmt: skip
 
     # The same users but one, in other micro-batches.
     difference = moved(total(1, users), total(users, users - 1))
@@ -207,14 +202,9 @@ def test_the_margin_grows_with_the_users_and_has_an_end() -> None:
 def test_more_users_than_promised_are_refused() -> None:
     with pytest.raises(ValueError, match="promised"):
         clipped_vectors(
-            Private([]),
-            1,
-            extra=Private(np.zeros((12, 0))),
-            extra_norm=0.0,
-            clip_norm=1.0,
-            reduce=lambda x: x,
-            most_users=10,
-        )
+            Private([]), 1, extra=Private(np.zeros((12, 0))), extra_norm=0.0, clip_norm=1.0,
+            reduce=lambda x: x, most_users=10,
+        )  # fmt: skip
 
 
 def test_rounding_is_the_bound_of_higham() -> None:

@@ -23,12 +23,7 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
-from dprlhf.gradients.clipping import (
-    Weighted,
-    clip_factors,
-    clip_users,
-    clipped_sum,
-)
+from dprlhf.gradients.clipping import Weighted, clip_factors, clip_users, clipped_sum
 from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
 from dprlhf.gradients.micro_batches import micro_batches, user_gradients
 from dprlhf.gradients.per_user import PerUserGradients
@@ -44,12 +39,9 @@ from helpers.policies import TARGETS, exact_norms, off_start, policy_of
 
 def lora(**settings: Any) -> Callable[[tiny.Kind], peft.PeftConfig]:
     return lambda kind: peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        target_modules=TARGETS[kind],
-        fan_in_fan_out=kind == "gpt2",
+        task_type="CAUSAL_LM", r=2, target_modules=TARGETS[kind], fan_in_fan_out=kind == "gpt2",
         **settings,
-    )
+    )  # fmt: skip
 
 
 def vera(kind: tiny.Kind) -> peft.PeftConfig:
@@ -62,11 +54,9 @@ def vera(kind: tiny.Kind) -> peft.PeftConfig:
 def ia3(kind: tiny.Kind) -> peft.PeftConfig:
     targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["k_proj", "v_proj", "down_proj"]
     return peft.IA3Config(
-        task_type="CAUSAL_LM",
-        target_modules=targets,
-        feedforward_modules=targets[-1:],
+        task_type="CAUSAL_LM", target_modules=targets, feedforward_modules=targets[-1:],
         fan_in_fan_out=kind == "gpt2",
-    )
+    )  # fmt: skip
 
 
 PEFT: dict[str, Callable[[tiny.Kind], peft.PeftConfig]] = {
@@ -140,13 +130,9 @@ def weighted_of(responses: Responses, seed: int, extra: int = 0, extra_norm: flo
 
 def run(policy, weighted, clip_norm, batch_size=4):
     return clipped_sum(
-        policy,
-        Private(weighted),
-        clip_norm=clip_norm,
-        batch_size=batch_size,
-        reduce=lambda x: x,
+        policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x,
         most_users=100,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("adapter", ["lora", "ffa-lora"])
@@ -155,10 +141,8 @@ def run(policy, weighted, clip_norm, batch_size=4):
 def test_clipped_sum_equals_autograd_on_one_user_at_a_time(kind, adapter, per_user):
     shape = {
         "one": Shape([[3], [6], [1], [2]], k=2, length=4),
-        "three": Shape([[3, 1, 5], [2, 2, 6]], k=2, length=4),
-        "mixed": MIXED,
-        "apart": MIXED,
-    }[per_user]
+        "three": Shape([[3, 1, 5], [2, 2, 6]], k=2, length=4), "mixed": MIXED, "apart": MIXED,
+    }[per_user]  # fmt: skip
     policy = policy_of(kind, adapter)
     copies = 1 if per_user == "apart" else None
     batch = batch_of(shape, seed=3, shuffled=per_user != "one", copies=copies)

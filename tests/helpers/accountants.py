@@ -51,11 +51,9 @@ def feldman_shenfeld(mechanism: Mechanism, delta: float) -> tuple[float, float]:
         from PLD_accounting import gaussian_allocation_epsilon_range
 
         found: Any = gaussian_allocation_epsilon_range(
-            delta=delta,
-            sigma=round_noise(mechanism),
-            num_steps=mechanism.rounds,
+            delta=delta, sigma=round_noise(mechanism), num_steps=mechanism.rounds,
             num_selected=mechanism.participations,
-        )
+        )  # fmt: skip
     return float(found[1]), float(found[0])
 
 

@@ -202,18 +202,10 @@ TWO = {"sums": Adding, "numbers": Guessing}
 def run_settings(model: str, folder: Path, **changes: Any) -> dict[str, Any]:
     """What ``dprlhf.train`` gets for a short run of 24 users, but for the reward."""
     return {
-        "model": model,
-        "prompts": [asked(f"{i % 3} and {i % 2}?") for i in range(24)],
-        "epsilon": 8.0,
-        "rounds": 2,
-        "learning_rate": 0.05,
+        "model": model, "prompts": [asked(f"{i % 3} and {i % 2}?") for i in range(24)],
+        "epsilon": 8.0, "rounds": 2, "learning_rate": 0.05,
         "policy__adapter": {"type": "lora", "rank": 2, "target_modules": ["c_attn"]},
-        "data__max_prompt_tokens": 40,
-        "rollout__max_new_tokens": 40,
-        "rollout__responses": 2,
-        "rollout__batch_size": 16,
-        "update__batch_size": 16,
-        "quiet": True,
-        "output_dir": folder,
+        "data__max_prompt_tokens": 40, "rollout__max_new_tokens": 40, "rollout__responses": 2,
+        "rollout__batch_size": 16, "update__batch_size": 16, "quiet": True, "output_dir": folder,
         **changes,
-    }
+    }  # fmt: skip

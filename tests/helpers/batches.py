@@ -44,17 +44,12 @@ def batch_of(
     if shuffled:  # a user's prompts need not stand together
         owner = random.permutation(owner)
     return Responses(
-        tokens=torch.from_numpy(tokens),
-        mask=torch.from_numpy(mask),
-        prompt=np.repeat(np.arange(len(lengths)), shape.k),
-        user=np.repeat(owner, shape.k),
-        from_base=np.zeros(rows, dtype=bool),
-        texts=[""] * rows,
+        tokens=torch.from_numpy(tokens), mask=torch.from_numpy(mask),
+        prompt=np.repeat(np.arange(len(lengths)), shape.k), user=np.repeat(owner, shape.k),
+        from_base=np.zeros(rows, dtype=bool), texts=[""] * rows,
         prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
-        users=len(shape.prompts),
-        max_new_tokens=shape.length,
-        num_generations=copies or shape.k,
-    )
+        users=len(shape.prompts), max_new_tokens=shape.length, num_generations=copies or shape.k,
+    )  # fmt: skip
 
 
 def half_from_base(responses: Responses) -> Responses:

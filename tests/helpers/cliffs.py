@@ -32,12 +32,9 @@ class Point:
 
     def cost(self) -> float:
         terms: dict[str, Any] = {
-            "rounds": self.slots * self.participations,
-            "partition": self.partition,
-            "adjacency": self.adjacency,
-            "participations": self.participations,
-            "bands": self.bands,
-        }
+            "rounds": self.slots * self.participations, "partition": self.partition,
+            "adjacency": self.adjacency, "participations": self.participations, "bands": self.bands,
+        }  # fmt: skip
         if self.noise is None:
             return noise_multiplier(self.epsilon, self.delta, **terms)[0]
         return epsilon(Mechanism(self.noise, **terms), self.delta).epsilon

@@ -102,11 +102,9 @@ def model(name: str, seed: int = 0, **changes: Any) -> Any:
     if name in COMPOSITE:
         tower, settings = COMPOSITE[name]
         config = AutoConfig.for_model(
-            name,
-            text_config={**tiny.SMALL, **settings, **changes},
-            vision_config={**_VISION, "model_type": tower},
-            mm_tokens_per_image=4,
-        )
+            name, text_config={**tiny.SMALL, **settings, **changes},
+            vision_config={**_VISION, "model_type": tower}, mm_tokens_per_image=4,
+        )  # fmt: skip
     else:
         kind = name if name in CONFIG_MAPPING_NAMES else name.partition("-")[0]
         settings = {**tiny.SMALL, **FAMILIES[name], **changes}

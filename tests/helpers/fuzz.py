@@ -415,15 +415,12 @@ def check_run(case: dict[str, Any]) -> None:
             rollout__batch_size=4,
             update__batch_size=4,
             policy__adapter={
-                "type": "ffa-lora",
-                "rank": 1,
-                "layers": [1],
-                "target_modules": ["c_attn"],
+                "type": "ffa-lora", "rank": 1, "layers": [1], "target_modules": ["c_attn"],
             },
             output_dir=Path(folder) / "run",
             quiet=True,
             **values,
-        )
+        )  # fmt: skip
         global ended
         ended += 1
         assert not refused

@@ -47,16 +47,11 @@ def private_update(model: str, changes: dict[str, Any], folder: Path) -> None:
     """Train for three rounds on 40 users."""
     dprlhf.train(
         **runs.run_settings(
-            model,
-            prompts=[f"user {i} says" for i in range(40)],
-            evaluation_prompts=[f"public {i}" for i in range(48)],
-            evaluation__prompts=16,
-            rounds=3,
-            rollout__responses=4,
-            output_dir=folder,
-            **changes,
+            model, prompts=[f"user {i} says" for i in range(40)],
+            evaluation_prompts=[f"public {i}" for i in range(48)], evaluation__prompts=16, rounds=3,
+            rollout__responses=4, output_dir=folder, **changes,
         )
-    )
+    )  # fmt: skip
 
 
 def stage(name: str, folder: Path, **settings: Any) -> None:

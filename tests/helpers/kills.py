@@ -230,14 +230,11 @@ def verdict(folder: Path, name: str, code: int, whole: dict[str, Any]) -> list[s
         wrong.append("more releases than charged for")
     true = epsilon(
         Mechanism(
-            terms["noise_multiplier"],
-            ROUNDS,
-            terms["partition"],
-            terms["adjacency"],
+            terms["noise_multiplier"], ROUNDS, terms["partition"], terms["adjacency"],
             releases_per_round=max(draws.values()),
         ),
         terms["delta"],
-    )
+    )  # fmt: skip
     stated = json.loads((run / "privacy.json").read_text())["epsilon"]
     if stated < true.epsilon_lower:
         wrong.append(f"states epsilon {stated}, true {true.epsilon}")

@@ -52,23 +52,13 @@ def reward(prompts: list[str], completions: list[str]) -> list[float]:
 
 def settings(model: str) -> dict[str, Any]:
     return {
-        "model": model,
-        "prompts": PROMPTS,
-        "reward": reward,
-        "epsilon": 8.0,
-        "delta": 1e-2,
-        "rounds": ROUNDS,
-        "learning_rate": 0.5,
-        "optimizer__name": "sgd",
-        "policy__adapter": ADAPTER,
-        "data__max_prompt_tokens": 32,
-        "rollout__max_new_tokens": 5,
-        "rollout__batch_size": 4,
-        "update__batch_size": 4,
-        "update__clip_norm": 0.01,
+        "model": model, "prompts": PROMPTS, "reward": reward, "epsilon": 8.0, "delta": 1e-2,
+        "rounds": ROUNDS, "learning_rate": 0.5, "optimizer__name": "sgd",
+        "policy__adapter": ADAPTER, "data__max_prompt_tokens": 32, "rollout__max_new_tokens": 5,
+        "rollout__batch_size": 4, "update__batch_size": 4, "update__clip_norm": 0.01,
         "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED)],
         "quiet": True,
-    }
+    }  # fmt: skip
 
 
 def digest(values: torch.Tensor) -> str:
@@ -257,11 +247,9 @@ def main(folder: Path) -> None:
         ("main-killed", 2, "0", gate, "rounded_gaussian"),  # charged, and its noise not yet drawn
     ):
         launch(
-            processes,
-            folder,
-            name,
+            processes, folder, name,
             lambda n=name, r=rank, o=owner, f=function: train_until_killed(folder, n, r, o, f),
-        )
+        )  # fmt: skip
         launch(1, folder, f"{name}-resumed", lambda n=name: resume(folder, n))
 
 

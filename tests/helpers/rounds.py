@@ -51,16 +51,12 @@ def round_of(
     """Return a round with an SGD optimizer, and its gate."""
     gate = gate or OpenGate(expected_batch_size)
     made = PrivateRound(
-        policy=policy,
-        responses=Private(responses),
-        scores=Private(scores),
+        policy=policy, responses=Private(responses), scores=Private(scores),
         plan=Terms(clip_norm, noise_multiplier, expected_batch_size, users=1000),
         telemetry=telemetry or TelemetryCoordinates(0.0, 3.0),
-        optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate),
-        reduce=lambda x: x,
-        gate=gate,
-        t=1,
-    )
+        optimizer=torch.optim.SGD(policy.parameters.values(), lr=learning_rate), reduce=lambda x: x,
+        gate=gate, t=1,
+    )  # fmt: skip
     return made, gate
 
 

@@ -71,16 +71,11 @@ def train(model: str, folder: Path, **changes: Any) -> Result:
     """Train on a hundred users, with a fixed key: whether a run learns depends on what it draws."""
     prompts = changes.get("prompts", [f"user {i} says" for i in range(100)])
     values = {
-        "model": model,
-        "prompts": prompts,
-        **longest(prompts),
-        "reward": lower_case,
+        "model": model, "prompts": prompts, **longest(prompts), "reward": lower_case,
         "policy__adapter": {"type": "lora", "rank": 4, "target_modules": "all-linear"},
-        "rollout__max_new_tokens": 6,
-        "quiet": True,
-        "output_dir": folder,
+        "rollout__max_new_tokens": 6, "quiet": True, "output_dir": folder,
         **_fixed(changes, optimizer__learning_rate=1e-3),
-    }
+    }  # fmt: skip
     with mock.patch("dprlhf.runs.folder.new_key", return_value=bytes(range(32))):
         return dprlhf.train(**(values | changes))
 

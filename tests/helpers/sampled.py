@@ -40,11 +40,9 @@ def prompts_of(
     texts: list[Prompt], users: list[int] | None = None, slots: list[int] | None = None
 ) -> Prompts:
     return Prompts(
-        texts,
-        np.arange(len(texts)) if users is None else np.array(users),
-        np.zeros(len(texts), dtype=np.int64) if slots is None else np.array(slots),
-        {},
-    )
+        texts, np.arange(len(texts)) if users is None else np.array(users),
+        np.zeros(len(texts), dtype=np.int64) if slots is None else np.array(slots), {},
+    )  # fmt: skip
 
 
 def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:

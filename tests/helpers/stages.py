@@ -54,13 +54,9 @@ def user_sums(
     weights = task.weights(policy, encoded, batch_size)
     weighted = Weighted(encoded, weights, np.zeros((encoded.users, 0)), 0.0)
     total = clipped_sum(
-        policy,
-        Private(weighted),
-        clip_norm=clip_norm,
-        batch_size=batch_size,
-        reduce=lambda x: x,
+        policy, Private(weighted), clip_norm=clip_norm, batch_size=batch_size, reduce=lambda x: x,
         subspace=subspace,
-    )
+    )  # fmt: skip
     return total.bounded.total, encoded
 
 

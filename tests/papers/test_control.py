@@ -258,14 +258,11 @@ def test_an_episode_that_the_environment_cuts_is_no_longer_and_has_not_ended_by_
 
 def small(**changes: Any) -> Any:
     base: dict[str, Any] = {
-        "environment": "cartpole",
-        "users": 40,
-        "rounds": 4,
-        "privacy": {"epsilon": 3.0},
+        "environment": "cartpole", "users": 40, "rounds": 4, "privacy": {"epsilon": 3.0},
         "policy": {"type": "log-linear"},
         "update": {"name": "pg", "advantage": {"discount": 0.9, "reference": 1.0}},
         "evaluation_episodes": 8,
-    }
+    }  # fmt: skip
     return make(base, changes)
 
 

@@ -110,11 +110,9 @@ def run_with(tmp_path: Path, adapter: dict[str, Any], kinds: str = "ab", **chang
     ]
     settings = {"evaluation_prompts": rows, "evaluation__prompts": 8, "epsilon": 8.0, "rounds": 2}
     return train(
-        str(tiny.save(tmp_path / "model")),
-        tmp_path / "run",
-        policy__adapter=adapter,
+        str(tiny.save(tmp_path / "model")), tmp_path / "run", policy__adapter=adapter,
         **settings | changes,
-    )
+    )  # fmt: skip
 
 
 def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> None:

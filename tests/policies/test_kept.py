@@ -57,14 +57,9 @@ def sampled(policy, texts=TEXTS, *, size=8, keep="gradients", length=LENGTH, abs
         asked = replace(asked, round_users=np.unique(users), prompts_a_user=2)
         asked = asked.take(np.flatnonzero(users != absent))
     return sample(
-        policy,
-        asked,
-        recipe.Rollout.model_validate(rollout),
-        key=bytes(32),
-        context=("test", 1),
-        max_prompt_tokens=20,
-        keep=keep,
-    )
+        policy, asked, recipe.Rollout.model_validate(rollout), key=bytes(32), context=("test", 1),
+        max_prompt_tokens=20, keep=keep,
+    )  # fmt: skip
 
 
 def without(rows: Responses) -> Responses:
@@ -76,12 +71,9 @@ def sums(policy: CausalLMPolicy, rows: Responses, size: int = 12) -> tuple[torch
     seeds = [(3, *owner, n % K) for n, owner in enumerate(owners)]
     weights = [np.random.default_rng(s).standard_normal(rows.max_new_tokens) for s in seeds]
     found = clipped_sum(
-        policy,
-        Private(Weighted(rows, np.array(weights), np.zeros((rows.users, 0)), 0.0)),
-        clip_norm=0.2,
-        batch_size=size,
-        reduce=lambda total: total,
-    )
+        policy, Private(Weighted(rows, np.array(weights), np.zeros((rows.users, 0)), 0.0)),
+        clip_norm=0.2, batch_size=size, reduce=lambda total: total,
+    )  # fmt: skip
     return found.bounded.total, open_private(found.norms)
 
 

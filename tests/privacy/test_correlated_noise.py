@@ -143,11 +143,9 @@ def test_a_gate_keeps_the_rounds_that_it_reads_and_releases_the_same_bits(bands,
         taken = [sum(int(root[t, k]) * every[t - k][i] for k in back) for i in range(count)]
         own = int(root[t, 0])
         drawn = rounded_gaussian(
-            *(KEY, "noise", t + 1, 1, charge.hash),
-            std=grid.std * UNITS / own,
-            count=count,
+            *(KEY, "noise", t + 1, 1, charge.hash), std=grid.std * UNITS / own, count=count,
             offset=(np.array([x % own for x in taken]), own),
-        )
+        )  # fmt: skip
         every.append([int(x) - y // own for x, y in zip(drawn.tolist(), taken, strict=True)])
         expected = torch.tensor(every[t], dtype=torch.float64) * grid.spacing
         assert torch.equal(released, expected / p.expected_batch_size)

@@ -95,21 +95,13 @@ def test_terms_are_json_and_hold_the_whole_plan(off: dict[str, Any]) -> None:
     terms = p.terms()
     assert json.loads(json.dumps(terms, allow_nan=False)) == terms
     assert {
-        "users": 1003,
-        "rounds": 8,
-        "partition": "random-allocation",
-        "adjacency": "zero-out",
-        "participations": 1,
-        "clip_norm": "infinity" if off else 1.0,
-        "noise_multiplier": p.noise_multiplier,
-        "divisor": 1003 / 8,
+        "users": 1003, "rounds": 8, "partition": "random-allocation", "adjacency": "zero-out",
+        "participations": 1, "clip_norm": "infinity" if off else 1.0,
+        "noise_multiplier": p.noise_multiplier, "divisor": 1003 / 8,
         "epsilon": "infinity" if off else p.guarantee.epsilon,
-        "epsilon_lower": "infinity" if off else p.guarantee.epsilon_lower,
-        "delta": 1e-5,
-        "accountant": p.guarantee.accountant,
-        "releases_per_round": 1,
-        "bands": 1,
-    } == terms
+        "epsilon_lower": "infinity" if off else p.guarantee.epsilon_lower, "delta": 1e-5,
+        "accountant": p.guarantee.accountant, "releases_per_round": 1, "bands": 1,
+    } == terms  # fmt: skip
 
 
 @pytest.mark.parametrize("terms", [*ALL, {"epsilon": math.inf}], ids=str)

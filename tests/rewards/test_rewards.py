@@ -52,12 +52,10 @@ CANARY = "CANARY-my-private-prompt"
 def score(rewards, completions, *, users=None, bound=10.0, sink=None, prompts=None, **columns):
     rewards = rewards if isinstance(rewards, list) else [rewards]
     return Scorer(rewards, bound, sink=sink).score(
-        ["p"] * len(completions) if prompts is None else prompts,
-        completions,
-        [list(str(c).encode()) for c in completions],
-        columns,
+        ["p"] * len(completions) if prompts is None else prompts, completions,
+        [list(str(c).encode()) for c in completions], columns,
         list(range(len(completions))) if users is None else users,
-    )
+    )  # fmt: skip
 
 
 def length(completions: list[str], **_: Any) -> list[float]:

@@ -39,14 +39,10 @@ def run(tmp_path: Path, reward: Any, **flat: Any) -> Path:
         "evaluation__prompts": 4, "evaluation__every": 1,
     }  # fmt: skip
     dprlhf.train(
-        model=str(tiny.save(tmp_path / "model")),
-        prompts=[f"private {i}" for i in range(12)],
-        reward=reward,
-        evaluation_prompts=[f"public {i}" for i in range(8)],
-        output_dir=tmp_path / "run",
-        quiet=True,
-        **settings | flat,
-    )
+        model=str(tiny.save(tmp_path / "model")), prompts=[f"private {i}" for i in range(12)],
+        reward=reward, evaluation_prompts=[f"public {i}" for i in range(8)],
+        output_dir=tmp_path / "run", quiet=True, **settings | flat,
+    )  # fmt: skip
     return tmp_path / "run"
 
 

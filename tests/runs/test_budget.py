@@ -44,19 +44,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(model: str, **changes: Any) -> dict[str, Any]:
     return {
-        "model": model,
-        "prompts": [f"user {i} says" for i in range(USERS)],
-        "reward": lower_case,
-        "privacy__noise_multiplier": 8.0,
-        "privacy__partition": "fixed",
-        "privacy__delta": 1e-5,
-        "rounds": 2,
-        "policy__adapter": ADAPTER,
-        "rollout__max_new_tokens": 2,
-        "rollout__responses": 2,
-        "quiet": True,
-        **changes,
-    }
+        "model": model, "prompts": [f"user {i} says" for i in range(USERS)], "reward": lower_case,
+        "privacy__noise_multiplier": 8.0, "privacy__partition": "fixed", "privacy__delta": 1e-5,
+        "rounds": 2, "policy__adapter": ADAPTER, "rollout__max_new_tokens": 2,
+        "rollout__responses": 2, "quiet": True, **changes,
+    }  # fmt: skip
 
 
 def train(model: str, folder: str, **changes: Any) -> None:

@@ -37,12 +37,9 @@ def test_the_history_of_a_training_run_of_opacus(model: Path) -> None:
     net = torch.nn.Linear(3, 1)
     engine = PrivacyEngine(accountant="prv")
     private, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=torch.optim.SGD(net.parameters(), 0.1),
-        data_loader=DataLoader(rows, batch_size=6),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+        module=net, optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        data_loader=DataLoader(rows, batch_size=6), noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
     for _ in range(3):
         for x, y in loader:
             optimizer.zero_grad()

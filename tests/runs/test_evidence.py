@@ -34,16 +34,10 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 def reinforced(model: str, folder: Path, **changes: Any) -> None:
     settings: dict[str, Any] = {
         "prompts": [{"prompt": f"user {i} says", "user": f"u{i}"} for i in range(40)],
-        "data__user_column": "user",
-        "data__max_prompt_tokens": 16,
-        "reward": length,
-        "evaluation_prompts": PUBLIC,
-        "epsilon": 4.0,
-        "rounds": 3,
-        "rollout__max_new_tokens": 4,
-        "quiet": True,
-        "output_dir": folder,
-    }
+        "data__user_column": "user", "data__max_prompt_tokens": 16, "reward": length,
+        "evaluation_prompts": PUBLIC, "epsilon": 4.0, "rounds": 3, "rollout__max_new_tokens": 4,
+        "quiet": True, "output_dir": folder,
+    }  # fmt: skip
     dprlhf.train(model=model, **(settings | changes))
 
 

@@ -221,14 +221,11 @@ def test_slices_of_one_split_that_overlap_are_refused(tmp_path: Path) -> None:
     for split, wanted in (("train[50%:]", REFUSED), ("train[90%:]", ABSENT)):
         with pytest.raises(DprlhfError, match=wanted):
             dprlhf.train(
-                model=ABSENT,
-                data={"path": str(tmp_path / "set"), "split": "train[:90%]"},
+                model=ABSENT, data={"path": str(tmp_path / "set"), "split": "train[:90%]"},
                 evaluation={"data": {"path": str(tmp_path / "set"), "split": split}},
-                rewards=[{"function": "builtins:len"}],
-                epsilon=4.0,
-                rounds=2,
+                rewards=[{"function": "builtins:len"}], epsilon=4.0, rounds=2,
                 output_dir=tmp_path / "run",
-            )
+            )  # fmt: skip
     assert not (tmp_path / "run").exists()
 
 

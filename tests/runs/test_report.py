@@ -65,16 +65,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("report")
     model = str(tiny.save(base / "model"))
     runs.train(
-        model,
-        base / "run",
-        rounds=ROUNDS,
-        epsilon=8.0,
-        delta=1e-3,
-        optimizer__learning_rate=0.5,
+        model, base / "run", rounds=ROUNDS, epsilon=8.0, delta=1e-3, optimizer__learning_rate=0.5,
         evaluation_prompts=[f"public {i} <script>alert({i})</script>" for i in range(12)],
-        evaluation__every=2,
-        data__max_prompt_tokens=64,
-    )
+        evaluation__every=2, data__max_prompt_tokens=64,
+    )  # fmt: skip
     return base / "run"
 
 

@@ -94,14 +94,11 @@ class TestTheBest:
 
         self.asked = asked
         return best_choices(
-            noises,
-            cost=cost,
-            guess=lambda c: plan_of(0.9 * noises[c], rounds=c.rounds),
+            noises, cost=cost, guess=lambda c: plan_of(0.9 * noises[c], rounds=c.rounds),
             rate=lambda c, plan: Choice(c, plan, Signal(0.1, 0.5, 10), np.ones(1), 0.1),
-            rank=lambda choice: -choice.plan.noise_multiplier,
-            slow=lambda c: c.participations > 1,
+            rank=lambda choice: -choice.plan.noise_multiplier, slow=lambda c: c.participations > 1,
             **options,
-        )
+        )  # fmt: skip
 
     def test_the_accountants_order_counts_and_the_hopeless_are_not_costed(self) -> None:
         noises = {

@@ -30,11 +30,9 @@ TEMPERATURE = 0.7
 
 def policy_and_responses(moved: float) -> tuple[CausalLMPolicy, Responses]:
     policy = make_policy(
-        tiny.model(),
-        tiny.tokenizer(),
-        dprlhf.recipe.Adapter(rank=4, target_modules="all-linear"),
+        tiny.model(), tiny.tokenizer(), dprlhf.recipe.Adapter(rank=4, target_modules="all-linear"),
         temperature=TEMPERATURE,
-    )
+    )  # fmt: skip
     policy.end_tokens = list(range(40))  # so that some responses end before the limit
     off_start(policy, moved)
     spec = dprlhf.recipe.Rollout(max_new_tokens=9, batch_size=4)
@@ -74,14 +72,11 @@ def test_against_a_direct_computation() -> None:
     assert 0 < sum(ended) < len(PUBLIC)
     assert max(map(abs, ratios)) > 0.05
     expected = {
-        "response_tokens": sum(lengths) / len(PUBLIC),
-        "ended_share": sum(ended) / len(PUBLIC),
-        "distinct_1": distinct(responses.texts, 1),
-        "distinct_2": distinct(responses.texts, 2),
-        "kl": sum(ratios) / len(PUBLIC),
-        "kl_per_token": sum(k3) / sum(lengths),
+        "response_tokens": sum(lengths) / len(PUBLIC), "ended_share": sum(ended) / len(PUBLIC),
+        "distinct_1": distinct(responses.texts, 1), "distinct_2": distinct(responses.texts, 2),
+        "kl": sum(ratios) / len(PUBLIC), "kl_per_token": sum(k3) / sum(lengths),
         "perplexity": math.exp(sum(losses) / sum(lengths)),
-    }
+    }  # fmt: skip
     measured = measure(policy, responses, token_logs(policy, responses, 8))
     assert {n: e.mean for n, e in measured.items()} == pytest.approx(expected, abs=1e-5, rel=1e-5)
     assert policy.temperature == TEMPERATURE

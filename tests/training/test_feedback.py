@@ -222,13 +222,10 @@ def test_it_learns_without_noise(loss, tmp_path, monkeypatch):
     monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     model = str(runs.save_sharp(tmp_path / "model"))
     spec = stage_of_logs(
-        model,
-        tmp_path / "free",
-        update={"loss_type": loss},
-        privacy={"epsilon": math.inf},
+        model, tmp_path / "free", update={"loss_type": loss}, privacy={"epsilon": math.inf},
         optimizer={"learning_rate": 0.05},
         evaluation={"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
-    )
+    )  # fmt: skip
     run = dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=logs(100, 4), quiet=True)
     assert run.after["loss"].mean < run.before["loss"].mean - 0.005
     last = json.loads((tmp_path / "free/evaluation.json").read_text())["after"]

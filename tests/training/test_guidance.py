@@ -220,10 +220,8 @@ def stage_settings(stage: str, model: str, folder: Path, **update: Any) -> tuple
         "update": {"subspace": {"rank": 3, "prompts": 12}, **update},
         "optimizer": {"name": "normalized-sgd", "learning_rate": 0.1},
         "evaluation": {"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
-        "privacy": {"epsilon": 8.0},
-        "rounds": 3,
-        "output_dir": str(folder),
-    }
+        "privacy": {"epsilon": 8.0}, "rounds": 3, "output_dir": str(folder),
+    }  # fmt: skip
     public = [
         {k: v + " xyz"[: i % 4] if isinstance(v, str) else v for k, v in row.items()}
         for i, row in enumerate(rows(100, 20))

@@ -225,8 +225,7 @@ def test_every_user_is_on_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "killed", "committed"),
-    [("worker-killed", 1, [1, 2, 3]), ("main-killed", 0, [1, 3])],
+    ("run", "killed", "committed"), [("worker-killed", 1, [1, 2, 3]), ("main-killed", 0, [1, 3])]
 )
 def test_a_killed_process_stops_the_others_and_no_charge_is_lost_or_doubled(
     folder: Path, run: str, killed: int, committed: list[int]

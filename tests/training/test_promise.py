@@ -83,11 +83,8 @@ def test_add_remove_is_refused_before_anything_is_written(model: str, tmp_path: 
     for partition in ("random-allocation", "poisson"):
         with pytest.raises(DprlhfError, match=r"add-remove.*number of users.*zero-out") as caught:
             train(
-                model,
-                tmp_path / "run",
-                **SETTINGS,
-                privacy__adjacency="add-remove",
+                model, tmp_path / "run", **SETTINGS, privacy__adjacency="add-remove",
                 privacy__partition=partition,
-            )
+            )  # fmt: skip
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()

@@ -379,16 +379,10 @@ def test_a_pipeline_states_one_total(model, tmp_path, monkeypatch):
     assert len(reward(["it was"], [" aaaa"])) == 1
 
     rl: dict[str, Any] = {
-        "model": "one/model",
-        "prompts": [{"user": f"u{i}", "prompt": "it was"} for i in range(80)],
-        "data__user_column": "user",
-        "rewards": [{"classifier": "two/model"}],
-        "epsilon": 4.0,
-        "rounds": 4,
-        "policy__adapter": ADAPTER,
-        "rollout__max_new_tokens": 4,
-        "quiet": True,
-    }
+        "model": "one/model", "prompts": [{"user": f"u{i}", "prompt": "it was"} for i in range(80)],
+        "data__user_column": "user", "rewards": [{"classifier": "two/model"}], "epsilon": 4.0,
+        "rounds": 4, "policy__adapter": ADAPTER, "rollout__max_new_tokens": 4, "quiet": True,
+    }  # fmt: skip
     with pytest.raises(DprlhfError, match="'one/model' was tuned by a private run"):
         dprlhf.train(**rl, output_dir="three")
     with pytest.raises(DprlhfError, match=r"rewards\.0\.classifier 'two/model' was tuned"):

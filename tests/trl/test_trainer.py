@@ -523,14 +523,11 @@ def test_a_trainer_with_an_agent(agent: dict[str, Any], rewards: list[str], tmp_
         privacy_max_prompt_tokens=48, disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     trainer = PrivateGRPOTrainer(
-        model=agents.save(tmp_path / "model"),
-        reward_funcs=called,
-        args=args,
+        model=agents.save(tmp_path / "model"), reward_funcs=called, args=args,
         train_dataset=[{"prompt": agents.asked(f"{i} and 1?")} for i in range(12)],
         eval_dataset=[{"prompt": agents.asked(f"public {i}")} for i in range(3)],
-        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"]),
-        **agent,
-    )
+        peft_config=peft.LoraConfig(r=2, target_modules=["c_attn"]), **agent,
+    )  # fmt: skip
     assert trainer.reward_func_names == rewards
     assert trainer.reward_weights.tolist() == [1.0] * len(rewards)
     assert trainer.reward_funcs[0] is called

@@ -26,13 +26,7 @@ from helpers import tiny
 from helpers.autograd import relative_error
 from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
-from helpers.rounds import (
-    OpenGate,
-    flat_parameters,
-    random_scores,
-    round_of,
-    token_logprobs,
-)
+from helpers.rounds import OpenGate, flat_parameters, random_scores, round_of, token_logprobs
 
 RATE = "LOCAL_LEARNING_RATE"  # the package names the function, so attributes lead to no module
 

@@ -46,12 +46,7 @@ def sampled() -> tuple[CausalLMPolicy, Responses, Scores]:
 
 @pytest.mark.parametrize(
     "update",
-    [
-        {"name": "pg"},
-        {"name": "grpo"},
-        {"name": "ppo"},
-        {"name": "rebel", "steps": 1},
-    ],
+    [{"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}, {"name": "rebel", "steps": 1}],
     ids=lambda update: update["name"],
 )
 def test_the_sum_is_that_of_the_truncated_policys_scores(update: dict[str, Any]) -> None:
@@ -114,9 +109,7 @@ def test_the_other_responses_weigh_as_before(baseline: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "update",
-    [{"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}],
-    ids=lambda update: update["name"],
+    "update", [{"name": "pg"}, {"name": "grpo"}, {"name": "ppo"}], ids=lambda update: update["name"]
 )
 def test_the_sum_is_that_of_the_counted_responses(update: dict[str, Any]) -> None:
     policy, (responses, scores, left_out) = policy_of(), given()
@@ -134,12 +127,9 @@ def test_the_sum_is_that_of_the_counted_responses(update: dict[str, Any]) -> Non
     else:
         baseline, lengths = "loo", np.ones(len(left_out))
     weights = advantage_weights(
-        dataclasses.replace(responses, left_out=None),
-        scores,
-        np.ones(responses.users, bool),
-        np.ones(len(left_out)),
-        baseline=baseline,
-    )
+        dataclasses.replace(responses, left_out=None), scores, np.ones(responses.users, bool),
+        np.ones(len(left_out)), baseline=baseline,
+    )  # fmt: skip
     truth = torch.zeros(policy.dimension, dtype=torch.float64)
     for user in range(responses.users):
         truth += gradient_of_user(

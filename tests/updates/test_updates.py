@@ -37,12 +37,7 @@ from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import MIXED, Shape, batch_of, half_from_base
 from helpers.policies import policy_of
-from helpers.rounds import (
-    flat_gradient,
-    round_of,
-    token_logprobs,
-    value_of,
-)
+from helpers.rounds import flat_gradient, round_of, token_logprobs, value_of
 
 Array = NDArray[np.float64]
 ON_POLICY = np.zeros(4, dtype=bool)
