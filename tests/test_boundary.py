@@ -160,9 +160,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "papers/regression/in_memory": "an oracle run by itself, without a ledger: its"
         " result states its cost",
     },
-    "gaussian_noise": {
-        "papers/regression/in_memory": "the shaped noise of ISSP, run by itself, without a ledger"
-    },
     "charge": {"privacy/gate": "noise follows the charge in the same function"},
     "_Private__value": {"boundary": "open_private is the only way in"},
     "_value": {},
@@ -175,8 +172,6 @@ WHY = {
     "Released": "claims that a value was charged and noised",
     "rounded_gaussian": "draws privacy noise; drawn outside the gate, it can be used twice or"
     " without a charge",
-    "gaussian_noise": "draws privacy noise; drawn outside the gate, it can be used twice or"
-    " without a charge",
     "charge": "spends a round's users; whatever charges must also be what releases",
     "_Private__value": "opens a Private behind the back of open_private",
     "open_released": "takes a released value out of its type; what moves a model or is written down"
@@ -187,7 +182,7 @@ WHY = {
 
 DEFINED_IN = {
     "open_private": "boundary", "BoundedSum": "boundary", "Released": "boundary",
-    "rounded_gaussian": "privacy/rounded_gaussian", "gaussian_noise": "privacy/randomness",
+    "rounded_gaussian": "privacy/rounded_gaussian",
     "charge": "privacy/ledger", "_Private__value": "", "open_released": "boundary",
     "post_process": "boundary", "_value": "boundary",
 }  # fmt: skip
@@ -292,8 +287,6 @@ def test_only_the_pinned_modules(name: str) -> None:
             "rounded_gaussian",
             "from dprlhf.privacy import rounded_gaussian as r\nr.rounded_gaussian(k)",
         ),
-        ("gaussian_noise", "from dprlhf.privacy.randomness import gaussian_noise as g"),
-        ("gaussian_noise", "from dprlhf.privacy import randomness as r\nr.gaussian_noise(k)"),
         ("charge", "def f(run):\n    run.ledger.charge(1)"),
         ("charge", "spend = ledger.charge"),
         ("open_released", "from dprlhf.boundary import open_released as look"),

@@ -231,5 +231,4 @@ def _ascend(
 
 def _key(*context: str | float) -> bytes:
     """Return a key of a simulation: reproducible, and so no secret."""
-    words = [str(part) for part in context]
-    return uint64_stream(bytes(32), "bandit", *words, count=4).tobytes()
+    return uint64_stream(bytes(32), "bandit", *map(str, context), count=4).tobytes()

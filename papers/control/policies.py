@@ -149,7 +149,6 @@ class MLPSoftmax(_Softmax):
         return [p.reshape(*theta.shape[:-1], *s) for p, s in zip(parts, self.shapes, strict=True)]
 
     def _forward(self, theta: Array, observations: Array) -> tuple[Array, Array, Array]:
-        """Return inputs, hidden values and logits."""
         x = observations if self.scale is None else observations * np.asarray(self.scale)
         first, first_bias, last, last_bias = self._split(theta)
         hidden = np.maximum(_apply(first, x) + first_bias, 0.0)

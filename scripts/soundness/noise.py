@@ -2,8 +2,7 @@
 
     python -m scripts.soundness.noise
 
-The cost is the processor time of one thread. The former noise, a sum of four normal quantiles in
-float64, is timed in turns with the present one.
+The cost is the processor time of one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dprlhf.privacy import rounded_gaussian as module
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
-from dprlhf.privacy.randomness import gaussian_noise, new_key
+from dprlhf.privacy.randomness import new_key
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
 from dprlhf.runs.measurements import Result, at_least, at_most, write_results
 
@@ -42,32 +41,27 @@ def main() -> None:
 
 
 def cost(dimension: int = 2**22, repeats: int = 9) -> list[Result]:
-    """Return nanoseconds a coordinate on one core, old against new in turns; medians."""
+    """Return nanoseconds a coordinate on one core, by itself and in the gate; medians."""
     std = grid_of(PLAN.noise_multiplier, PLAN.clip_norm, dimension).std
     rounded_gaussian(KEY, "warm", std=std, count=1)
     total = torch.zeros(dimension, dtype=torch.float64)
-    seconds: dict[str, list[float]] = {"new": [], "old": [], "gate": []}
+    seconds: dict[str, list[float]] = {"draw": [], "gate": []}
     for repeat in range(repeats):
         for name, spent in seconds.items():
             with tempfile.TemporaryDirectory() as folder:
                 ledger = Ledger(Path(folder) / "ledger.jsonl", PLAN.terms())
                 gate = Gate(PLAN, ledger, KEY)
                 started = time.process_time()
-                if name == "new":
+                if name == "draw":
                     rounded_gaussian(KEY, "cost", repeat, std=std, count=dimension)
-                elif name == "old":
-                    gaussian_noise(KEY, "cost", repeat, count=dimension)
                 else:
                     gate.release(1, BoundedSum(total, PLAN.clip_norm))
                 spent.append((time.process_time() - started) / dimension * 1e9)
                 ledger.close()
-    new, old, gate_ = (statistics.median(seconds[name]) for name in ("new", "old", "gate"))
-    ratio = statistics.median(a / b for a, b in zip(seconds["new"], seconds["old"], strict=True))
+    draw, release = map(statistics.median, seconds.values())
     return [
-        at_most("noise: draw, ns a coordinate on one core", new, "ns", 100),
-        Result("noise: former draw, ns a coordinate on one core", old, "ns"),
-        at_most("noise: draw, new over former", ratio, "1", 1),
-        Result("noise: release of the gate, ns a coordinate on one core", gate_, "ns"),
+        at_most("noise: draw, ns a coordinate on one core", draw, "ns", 100),
+        Result("noise: release of the gate, ns a coordinate on one core", release, "ns"),
     ]
 
 

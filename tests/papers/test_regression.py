@@ -18,7 +18,9 @@ from scipy import integrate, optimize, stats
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
+from dprlhf.privacy.randomness import uniforms
 from dprlhf.updates.privls.oracle import Contribution
+from helpers.laws import is_standard_normal
 from papers.regression import (
     ISSP,
     Exponential,
@@ -570,6 +572,17 @@ def test_the_release_of_issp_has_the_stated_noise() -> None:
     assert 0 < q < 1
     assert oracle.solve(*data, uniform=q - 2.0**-53, normals=none, **given)[1]
     assert not oracle.solve(*data, uniform=q + 2.0**-53, normals=none, **given)[1]
+
+
+def test_each_normal_draw_is_a_sum_of_four() -> None:
+    # One inverse-CDF draw could be inverted from the sum by whoever guesses the value.
+    u = uniforms(KEY, "regression", 1, 0, count=4 * 5).reshape(4, 5)
+    expected = stats.norm.ppf(u).sum(0) / 2
+    np.testing.assert_allclose(in_memory.normals(KEY, 5), expected, rtol=1e-12)
+    draws = in_memory.normals(KEY, 100_000).numpy()
+    assert is_standard_normal(draws)
+    assert not is_standard_normal(1.02 * draws)
+    assert len(np.unique(draws)) == len(draws)  # which float32 has not
 
 
 def test_issp_spends_its_budget_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from dprlhf.privacy import randomness
 from dprlhf.privacy.randomness import (
     KEY_BYTES,
     commitment,
-    gaussian_noise,
     new_key,
     uint64_stream,
     uniforms,
@@ -25,12 +24,16 @@ KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 DRAWS = 1_000_000
 
 
+def normals(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]:
+    return np.asarray(stats.norm.ppf(uniforms(key, *context, count=count)))
+
+
 @pytest.fixture(scope="module")
 def draws() -> NDArray[np.float64]:
-    return gaussian_noise(KEY, "noise", 1, count=DRAWS).numpy()
+    return normals(KEY, "noise", 1, count=DRAWS)
 
 
-def test_gaussian_noise_is_standard_normal(draws: NDArray[np.float64]) -> None:
+def test_what_is_made_of_uniforms_is_standard_normal(draws: NDArray[np.float64]) -> None:
     assert is_standard_normal(draws)
 
 
@@ -61,27 +64,11 @@ def test_noise_is_not_correlated_with_its_neighbours(draws: NDArray[np.float64])
         assert abs(correlation) < 4.5 / math.sqrt(DRAWS - lag)
 
 
-def test_each_draw_is_a_sum_of_four() -> None:
-    # One inverse-CDF draw could be inverted from the sum by whoever guesses the value.
-    u = uniforms(KEY, "noise", 0, count=4 * 5).reshape(4, 5)
-    expected = stats.norm.ppf(u).sum(0) / 2
-    np.testing.assert_allclose(gaussian_noise(KEY, "noise", count=5), expected, rtol=1e-12)
-
-
 def test_the_same_use_gives_the_same_bits() -> None:
-    first, again = (gaussian_noise(KEY, "noise", 3, "ab", count=1001) for _ in range(2))
-    assert first.numpy().tobytes() == again.numpy().tobytes()
+    first, again = (uniforms(KEY, "noise", 3, "ab", count=1001) for _ in range(2))
+    assert first.tobytes() == again.tobytes()
     assert first.shape == (1001,)
-    assert str(first.dtype) == "torch.float64"
-
-
-def test_blocks_have_streams_of_their_own_and_leave_no_gap() -> None:
-    count = 2 * randomness._BLOCK + 3
-    whole = gaussian_noise(KEY, "noise", count=count).numpy()
-    last = stats.norm.ppf(uniforms(KEY, "noise", 2, count=4 * 3).reshape(4, 3)).sum(0) / 2
-    np.testing.assert_allclose(whole[-3:], last, rtol=1e-12)
-    assert len(np.unique(whole)) == count
-    assert is_standard_normal(whole)
+    assert first.dtype == np.float64
 
 
 CONTEXTS: list[tuple[str | int, ...]] = [
@@ -116,8 +103,7 @@ def test_contexts_are_encoded_injectively() -> None:
 
 def test_other_contexts_and_keys_give_uncorrelated_noise() -> None:
     n = 100_000
-    rows = [gaussian_noise(KEY, *c, count=n).numpy() for c in CONTEXTS]
-    rows += [gaussian_noise(OTHER, *CONTEXTS[-4], count=n).numpy()]
+    rows = [normals(KEY, *c, count=n) for c in CONTEXTS] + [normals(OTHER, *CONTEXTS[-4], count=n)]
     correlations = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(correlations).max() < 5 / math.sqrt(n)
     # A shift of one stream against another shows nothing either.
@@ -188,7 +174,7 @@ def test_uniforms_lie_inside_the_open_interval(monkeypatch: pytest.MonkeyPatch, 
     value = uniforms(KEY, "x", count=1)[0]
     assert 0 < value < 1
     assert abs(value - word / 2**64) <= 2.0**-52
-    assert math.isfinite(gaussian_noise(KEY, "x", count=1).item())
+    assert math.isfinite(normals(KEY, "x", count=1).item())
 
 
 def test_uniforms_are_symmetric_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:

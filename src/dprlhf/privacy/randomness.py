@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import secrets
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import torch
-
 KEY_BYTES = 32
 _NONCE = bytes(16)  # constant: each key is used for one stream only
-_DRAWS_PER_NORMAL = 4
-_BLOCK = 2**16
 
 
 def new_key() -> bytes:
@@ -51,21 +44,6 @@ def uniforms(key: bytes, *context: str | int, count: int) -> NDArray[np.float64]
     draws += 0.5
     draws *= 2.0**-52
     return draws
-
-
-def gaussian_noise(key: bytes, *context: str | int, count: int) -> torch.Tensor:
-    """Return ``[count]`` standard normal draws in float64, a stream for each block of them."""
-    # One float64 draw lies on a grid that an observer of (value + noise) can invert (Mironov 2012).
-    # The preimage of a sum of four, over 2, is too large to search (Holohan & Braghin, 2107.10138).
-    import torch  # an accountant draws too, and does not load it
-
-    noise = torch.empty(count, dtype=torch.float64)
-    for block, part in enumerate(noise.split(_BLOCK)):  # type: ignore[no-untyped-call]
-        draws = uniforms(key, *context, block, count=_DRAWS_PER_NORMAL * len(part))
-        normals = torch.special.ndtri(torch.from_numpy(draws))
-        torch.sum(normals.view(_DRAWS_PER_NORMAL, -1), 0, out=part)
-        part /= math.sqrt(_DRAWS_PER_NORMAL)
-    return noise
 
 
 def commitment(key: bytes, *context: str | int) -> str:
