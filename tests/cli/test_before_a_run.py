@@ -109,6 +109,8 @@ class TestInit:
         (here / "people.csv").write_text("text,who\na,ada\nb,ada\nc,ben\n")
         assert users_in("people.csv", "who", "text") == 2
         assert users_in("people.csv", "", "text") == 3
+        (here / "pairs.csv").write_text("text,a,b\na,ada,ben\nb,ben,ada\nc,cy,dan\nd,ada,dan\n")
+        assert users_in("pairs.csv", "a, b", "text") == 2  # ada with ben, cy with dan
         assert users_in("org/prompts", "", "prompt") is None
         with pytest.raises(DprlhfError, match="there is no column 'whom'"):
             users_in("people.csv", "whom", "text")

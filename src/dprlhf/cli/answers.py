@@ -152,7 +152,7 @@ def users_in(prompts: str, user_column: str, prompt_column: str) -> int | None:
     rows = _rows_in(prompts, user_column)
     if not rows.column_names:
         return None
-    data = Data(path=prompts, prompt_column=prompt_column, user_column=user_column or None)
+    data = Data(path=prompts, prompt_column=prompt_column, user_column=columns_of(user_column))
     return Users(rows, data).count
 
 
@@ -163,4 +163,14 @@ def _rows_in(prompts: str, user_column: str = "") -> Any:
     from dprlhf.recipe import Data
 
     datasets.disable_progress_bars()
-    return load_rows(Data(path=prompts, user_column=user_column or None))
+    return load_rows(Data(path=prompts, user_column=columns_of(user_column)))
+
+
+def columns_of(answer: str) -> str | list[str] | None:
+    """Return ``data.user_column``: one column, several with commas between them, or none.
+
+    >>> columns_of("user"), columns_of("buyer, seller"), columns_of("")
+    ('user', ['buyer', 'seller'], None)
+    """
+    names = [name.strip() for name in answer.split(",") if name.strip()]
+    return names if len(names) > 1 else next(iter(names), None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from dprlhf.cli.answers import columns_of
 from dprlhf.recipe.loading import recipe_from
 from dprlhf.training.defaults import with_defaults
 
@@ -36,7 +37,7 @@ def new_recipe(
     *,
     model: str,
     prompts: str,  # File, folder or hub id of the private rows
-    user_column: str,
+    user_column: str,  # Several have commas between them; if empty, every row is a user
     public_prompts: str,  # File of public rows for the evaluation; if empty, there is none
     epsilon: float,
     reward: str = "",
@@ -48,7 +49,7 @@ def new_recipe(
     """Return a YAML recipe that loads: the answers, and what follows from them."""
     values: dict[str, Any] = {} if stage == "rl" else {"stage": stage}
     values["policy"] = {"model_name_or_path": model}
-    values["data"] = {"path": prompts, **(columns or {}), "user_column": user_column or None}
+    values["data"] = {"path": prompts, **(columns or {}), "user_column": columns_of(user_column)}
     if stage == "rl":
         values["rewards"] = [_reward(reward)]
     values["privacy"] = {"epsilon": epsilon, "delta": 1e-5}

@@ -80,7 +80,7 @@ def init(
     user_column: Annotated[
         str,
         typer.Option(
-            prompt="Column that names the user (empty: every row is a user)",
+            prompt="Column that names the user (several: a,b; empty: every row is a user)",
             callback=checked(check_user_column),
         ),
     ] = "",
