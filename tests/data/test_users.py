@@ -45,6 +45,11 @@ def prompts_of(made: Users) -> list[list[Any]]:
     return [made.select(np.array([u])).prompts for u in range(made.count)]
 
 
+def hashed(made: Users) -> set[bytes]:
+    """Return what the budget book knows of the users, here without its key."""
+    return open_private(made.hashed(lambda names: {name.encode() for name in names}))
+
+
 CALLS = {"type": "function", "function": {"arguments": {"z": 1, "a": 2}, "name": "look"}}
 PLAIN_ROW = {
     "prompt": [{"role": "user", "content": "why?"}],
@@ -125,8 +130,7 @@ def test_a_name_in_several_spellings_is_one_user(kind: pa.DataType) -> None:
     spec = Data(path="here", user_column="user", max_prompts_per_user=9)
     made = Users(datasets.Dataset(table), spec)
     assert prompts_of(made) == [["a", "c", "d", "g"], ["b", "f"], ["e"], ["h", "i"]]
-    known = open_private(made.hashed(lambda names: {n.encode() for n in names}))
-    assert known == {name.encode() for name in ("José", "ann", "Ann", "fi")}
+    assert hashed(made) == {name.encode() for name in ("José", "ann", "Ann", "fi")}
 
 
 @pytest.mark.slow
@@ -247,16 +251,19 @@ def test_missing_prompts_are_empty_and_words_are_counted() -> None:
     assert prompts_of(short) == [[""], [""], ["one two"], ["x"]]
 
 
+def refusing_bad(error: type[BaseException]) -> Callable[[Prompts], None]:
+    def encode(some: Prompts) -> None:
+        if "bad" in some.prompts:
+            raise error(some.prompts)
+
+    return encode
+
+
 def test_an_unreadable_row_is_left_out_alone_and_told_to_the_operator() -> None:
     made = users({"prompt": ["a", "bad", "c", "d", None], "name": ["x", "y", "y", "z", "x"]},
                  user_column="name", max_prompts_per_user=2)  # fmt: skip
-    everyone, told = np.arange(3), list[str]()
+    everyone, told, encode = np.arange(3), list[str](), refusing_bad(ValueError)
     made.tell = told.append
-
-    def encode(some: Prompts) -> None:
-        if "bad" in some.prompts:
-            raise ValueError(some.prompts)
-
     left = made.readable(everyone, encode)
     assert left.prompts == ["a", "c", "d"]
     assert left.users.tolist() == [0, 1, 2]
@@ -336,13 +343,8 @@ def test_a_panic_in_compiled_code_leaves_out_its_user_and_nobody_else() -> None:
     class PanicError(BaseException):
         pass
 
-    made = users({"prompt": ["a", "bad", "c"]})
-
-    def encode(some: Prompts) -> None:
-        if "bad" in some.prompts:
-            raise PanicError(some.prompts)
-
-    assert made.readable(np.arange(3), encode).prompts == ["a", "c"]
+    encode = refusing_bad(PanicError)
+    assert users({"prompt": ["a", "bad", "c"]}).readable(np.arange(3), encode).prompts == ["a", "c"]
 
 
 @pytest.mark.parametrize("exit_", [KeyboardInterrupt, SystemExit])
@@ -459,9 +461,8 @@ def test_every_user_is_known_again_however_many_there_are(rows, monkeypatch):
     monkeypatch.setattr("dprlhf.data.users.ROWS_AT_ONCE", 2)
     made = users({"prompt": [f"p{i}" for i in range(5)], **rows})
     assert len(open_private(made.identities())) == 5
-    named = open_private(made.hashed(lambda names: {name.encode() for name in names}))
     kind = "u" if rows else "p"
-    assert named == {f"{kind}{i}".encode() for i in range(5)}
+    assert hashed(made) == {f"{kind}{i}".encode() for i in range(5)}
     assert len(open_private(made.traces(["user"]))["text"]) == 5
 
 
@@ -484,11 +485,7 @@ def test_every_user_is_known_again_however_many_there_are(rows, monkeypatch):
 def test_a_user_is_known_again_however_a_file_spells_the_name(one, another):
     """As the budget book and the comparison with public rows have it: one person, one name."""
     made = [users({"prompt": ["a"] * len(n), "user": n}) for n in (one, another)]
-
-    def keyed(of: Users) -> set[bytes]:
-        return open_private(of.hashed(lambda names: {name.encode() for name in names}))
-
-    assert keyed(made[0]) & keyed(made[1])
+    assert hashed(made[0]) & hashed(made[1])
     traced = [open_private(m.traces(["user"]))["user"] for m in made]
     assert np.isin(traced[0], traced[1]).any()
     known = [open_private(m.identities()) for m in made]
@@ -507,20 +504,16 @@ def test_each_row_brings_its_own_arguments_for_the_chat_template() -> None:
 
 def test_rows_without_a_prompt_are_nobody_in_particular() -> None:
     """They contribute nothing, and two of them in unrelated data are not one person."""
-
-    def names(of: Users) -> set[bytes]:
-        return open_private(of.hashed(lambda names: {name.encode() for name in names}))
-
     made, other = users({"prompt": [None, "a", "", None]}), users({"prompt": ["b", None]})
     assert (made.count, other.count) == (4, 2)  # they count in N all the same
-    assert names(made) == {b"a", b""}
-    assert names(other) == {b"b"}
+    assert hashed(made) == {b"a", b""}
+    assert hashed(other) == {b"b"}
     known = [open_private(m.identities()) for m in (made, other)]
     assert [len(hashes) for hashes in known] == [2, 1]
     assert not np.isin(known[0], known[1]).any()
     # A word is a prompt, whatever it says, and whoever has a name is that person.
-    assert names(users({"prompt": ["null", "None", "nan"]})) == {b"null", b"None", b"nan"}
-    assert names(users({"prompt": [None, "a"], "user": ["x", "null"]})) == {b"x", b"null"}
+    assert hashed(users({"prompt": ["null", "None", "nan"]})) == {b"null", b"None", b"nan"}
+    assert hashed(users({"prompt": [None, "a"], "user": ["x", "null"]})) == {b"x", b"null"}
     # Two such rows that change places are two users who change rounds.
     moved = [{"prompt": [None, "a", None], "answer": answers} for answers in ([1, 2, 3], [3, 2, 1])]
     assert digest(moved[0]) != digest(moved[1])
@@ -1009,10 +1002,6 @@ def conversations_of(*rows: dict[str, Any]) -> Users:
 def test_no_row_makes_the_people_of_others_unknown(other: dict[str, Any]) -> None:
     own = [{"prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
     before, after = conversations_of(*own), conversations_of(other, *own)
-
-    def hashed(users: Users) -> set[bytes]:
-        return open_private(users.hashed(lambda names: {name.encode() for name in names}))
-
     assert len(hashed(before)) == 5
     assert hashed(before) <= hashed(after)
     known = set(open_private(before.identities()).tolist())
@@ -1098,10 +1087,9 @@ def test_the_last_message_of_a_completion_counts() -> None:
 ASKED_ROWS = {"environment": ["a", "b", "a"], "seed": [1, 2, 3], "who": ["x", "y", "x"]}
 
 
-def users_of(rows: dict[str, list[Any]], **settings: Any) -> Users:
-    may = settings.pop("may_lack_prompts", True)
-    spec = Data(path="in-memory", **settings)
-    return Users(datasets.Dataset.from_dict(rows), spec, may_lack_prompts=may)
+def users_of(rows: dict[str, list[Any]], lack: bool = True, **spec: Any) -> Users:
+    made = datasets.Dataset.from_dict(rows)
+    return Users(made, Data(path="in-memory", **spec), may_lack_prompts=lack)
 
 
 def test_each_row_is_a_user_with_an_empty_message_and_its_columns() -> None:
@@ -1132,9 +1120,7 @@ def test_rows_are_known_by_all_their_columns() -> None:
     shared = np.isin(open_private(first.identities()), open_private(second.identities()))
     assert shared.tolist().count(True) == 2
     assert len(shared) == 3
-    hashed = [open_private(each.hashed(lambda names: {n.encode() for n in names}))
-              for each in (first, second)]  # fmt: skip
-    assert len(hashed[0] & hashed[1]) == 2
+    assert len(hashed(first) & hashed(second)) == 2
     traces = [open_private(each.traces(["who"]))["text"] for each in (first, second)]
     assert np.isin(traces[0], traces[1]).sum() == 2
 
@@ -1142,7 +1128,7 @@ def test_rows_are_known_by_all_their_columns() -> None:
 def test_a_row_to_which_an_environment_gives_the_prompt_is_a_user_even_without_values() -> None:
     users = users_of({"environment": ["a", None], "seed": [1, None]})
     assert len(open_private(users.identities())) == 2
-    assert len(open_private(users.hashed(lambda names: {n.encode() for n in names}))) == 2
+    assert len(hashed(users)) == 2
 
 
 def test_the_name_of_an_environment_alone_is_nobodys_row() -> None:
@@ -1153,7 +1139,7 @@ def test_the_name_of_an_environment_alone_is_nobodys_row() -> None:
 
 def test_a_missing_column_is_refused_unless_an_environment_gives_the_prompt() -> None:
     with pytest.raises(DprlhfError, match="no column 'prompt'"):
-        users_of(ASKED_ROWS, may_lack_prompts=False)
+        users_of(ASKED_ROWS, lack=False)
     with pytest.raises(DprlhfError, match="no column 'question'"):
         users_of(ASKED_ROWS, prompt_column="question")
     with pytest.raises(DprlhfError, match="no column 'name'"):
