@@ -7,20 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
+from helpers.tiny import tokenizer as byte_tokenizer
 
 Kind = Literal["gpt2", "llama", "billion"]
 TARGETS = {
@@ -77,18 +71,6 @@ def policy(model: Any, kind: Kind, *, full: bool) -> CausalLMPolicy:
         return CausalLMPolicy(model, byte_tokenizer())
     adapter = Adapter(type="lora", rank=4, alpha=4.0, target_modules=TARGETS[kind])
     return make_policy(model, byte_tokenizer(), adapter)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 256 bytes and an end-of-sequence token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<eos>", *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left"
-    )
 
 
 def responses(users: int, each: int, prompt: int, response: int) -> Responses:
