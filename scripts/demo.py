@@ -36,7 +36,7 @@ import torch
 from dprlhf import load_recipe, train
 from dprlhf.assets import pull
 from dprlhf.assets.voices import FIRST_PERSON, words_of
-from dprlhf.cli.output import flat
+from dprlhf.cli.train import flat
 from dprlhf.data.loading import load_rows
 from dprlhf.data.public import evaluated, public_users
 from dprlhf.recipe import Recipe

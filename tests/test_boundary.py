@@ -139,7 +139,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "runs/opening": "compares the users with those that the run, or an earlier one, had",
         "training/progress": "shows a share of a round, on a terminal only",
         "updates/public_gradients": "the users are public prompts, which it wrapped itself",
-        "rewards/private": "hands each user's responses to the rewards",
+        "rewards/scoring": "hands each user's responses to the rewards",
         "training/rounds": "hands each process its users of a round, and writes secret/ telemetry",
     },
     "open_released": {

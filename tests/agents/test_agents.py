@@ -18,9 +18,9 @@ from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer, load_reward
-from dprlhf.rewards.private import rows_to_score, score_responses
+from dprlhf.rewards.scoring import rows_to_score, score_responses
 from dprlhf.rollout import Responses, sample
-from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.sampling import token_logprobs
 from helpers.agents import (
     LENGTH,
     LONGEST,

@@ -10,7 +10,7 @@ from dprlhf.agents import Agent, AgentSampler, check_apart, load_sampler
 from dprlhf.agents.agent import OwnRandomness, begin
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses
 from helpers.agents import LENGTH, LONGEST, TWO, Adding, draw, policy_of, prompts_of, trajectory
 

@@ -17,7 +17,7 @@ from dprlhf.agents.rewards import environment_rewards, environment_turn_rewards
 from dprlhf.recipe import load_recipe
 from dprlhf.rewards import LoadedReward, Scorer, check_reward
 from dprlhf.rewards.loading import load_rewards
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from helpers import agents
 from helpers.runs import weights
 

@@ -15,8 +15,7 @@ from dprlhf.budget import spending as spending_module
 from dprlhf.budget.storage import BrokenOffError, lock, open_storage
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
-from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.filter import filter_share
+from dprlhf.privacy.composition import filter_share, total_epsilon
 
 DELTA = 1e-5
 PASSWORD = "hunter2"

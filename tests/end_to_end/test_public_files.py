@@ -16,7 +16,7 @@ import pytest
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.runs.evidence.write import write_evidence
+from dprlhf.runs.evidence import write_evidence
 from dprlhf.runs.publish import merge
 from dprlhf.runs.report import write_report
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import sqlalchemy as sa
 
 from dprlhf.budget import Book, Spending
-from dprlhf.budget.storage import Storage, open_storage
-from dprlhf.budget.tables import HISTORIES, PEOPLE
+from dprlhf.budget.storage import HISTORIES, PEOPLE, Storage, open_storage
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.composition import total_epsilon

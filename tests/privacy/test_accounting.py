@@ -33,10 +33,9 @@ from dprlhf.privacy.accounting import (
 )
 from dprlhf.privacy.composed_allocation import block, compose_blocks
 from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import gaussian_deltas
 from dprlhf.privacy.partitions import poisson
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Side
 
 
 def call(strike: float, s: float) -> float:

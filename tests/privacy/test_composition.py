@@ -11,13 +11,12 @@ from scipy.special import ndtr
 
 from dprlhf import DprlhfError
 from dprlhf.privacy import composition
-from dprlhf.privacy import filter as privacy_filter
+from dprlhf.privacy import composition as privacy_filter
 from dprlhf.privacy.accounting import Mechanism, delta_of, epsilon
-from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.curves import SIDES
-from dprlhf.privacy.filter import filter_share
+from dprlhf.privacy.composition import filter_share, total_epsilon
 from dprlhf.privacy.gaussian import gaussian_epsilon, gaussian_noise_multiplier
 from dprlhf.privacy.losses import Composed, Losses
+from dprlhf.privacy.random_allocation import SIDES
 
 DELTA = 1e-5
 GAUSSIAN = Mechanism(2.0, 5, "fixed", "zero-out")

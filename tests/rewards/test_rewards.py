@@ -35,9 +35,9 @@ from dprlhf import recipe
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward, classifier, load_reward
+from dprlhf.rewards.check import RewardSummary
 from dprlhf.rewards.classifier import ClassifierReward
 from dprlhf.rewards.reward import as_reward
-from dprlhf.rewards.summary import RewardSummary
 from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dprlhf import DprlhfError, recipe
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.stopping import StopStrings
+from dprlhf.policies.warpers import StopStrings
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.sampling import ended
 from dprlhf.training.measures import measure

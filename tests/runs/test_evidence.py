@@ -18,7 +18,7 @@ from dprlhf.privacy.ledger import Entry, read_ledger
 from dprlhf.recipe import SFTRecipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import records_of, total_of
-from dprlhf.runs.evidence.write import write_evidence
+from dprlhf.runs.evidence import write_evidence
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 

@@ -28,7 +28,7 @@ from dprlhf.boundary import open_private
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.privacy.partition import allocate
-from dprlhf.rewards.private import score_private
+from dprlhf.rewards.scoring import score_private
 from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.training import build, reinforcement, trainer
 from dprlhf.updates import round as round_module

@@ -8,8 +8,7 @@ change what another user's calls answer; a shared counter, cache, database or we
 
 from dprlhf.agents.agent import Agent
 from dprlhf.agents.check import check_apart, check_fresh
-from dprlhf.agents.loading import load_sampler
-from dprlhf.agents.sampling import AgentSampler
+from dprlhf.agents.sampling import AgentSampler, load_sampler
 
 __all__ = [
     "Agent",

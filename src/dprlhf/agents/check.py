@@ -11,8 +11,7 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness
-from dprlhf.agents.packing import to_one_line_error
-from dprlhf.agents.sampling import AgentSampler
+from dprlhf.agents.sampling import AgentSampler, to_one_line_error
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy

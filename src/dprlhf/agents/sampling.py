@@ -12,32 +12,97 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.agents.agent import (
     ENVIRONMENT,
     Agent,
+    EnvironmentFactories,
     OwnRandomness,
     SharedEnvironmentError,
     Trajectory,
     begin,
     call,
 )
-from dprlhf.agents.chat import answer_tokens, read_turn, showing
-from dprlhf.agents.packing import packed, to_one_line_error
+from dprlhf.agents.chat import Tool, answer_tokens, read_turn, showing
 from dprlhf.data.columns import MOST_BYTES
 from dprlhf.data.messages import text_of
 from dprlhf.data.users import Prompts
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.randomness import uint64_stream
+from dprlhf.recipe import IN_MEMORY
 from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
-from dprlhf.rollout.batch import Responses, Tick, prompt_width
-from dprlhf.rollout.sampling import draws_of, generate_rows, left_of
+from dprlhf.rewards.loading import load_function
+from dprlhf.rollout.batch import Responses, Tick, prompt_width, rows_of
+from dprlhf.rollout.sampling import draws_of, generate_rows, left_of, text_of_tokens
+
+if TYPE_CHECKING:
+    from dprlhf.agents.agent import Trajectory
+
+
+_NOTHING = {"role": "assistant", "content": ""}
+
+
+def packed(
+    policy: CausalLMPolicy,
+    prompts: Prompts,
+    rows: Sequence[Trajectory],
+    *,
+    from_base: NDArray[np.bool_],  # True where a row was sampled from μ, [rows]
+    spec: recipe.Rollout,
+    longest: int,
+    num_generations: int,
+    extra: Sequence[str] = (),
+) -> Responses:
+    """Return trajectories as responses; one that failed has one token, an end token if any."""
+    k, length = spec.responses, spec.max_new_tokens
+    end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
+    given = [list(row.prompt[-longest:]) or [end] for row in rows]
+    width = prompt_width(prompts, given, longest)
+    tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)
+    mask, own = torch.zeros_like(tokens), torch.zeros(len(rows), length, dtype=torch.long)
+    written = []
+    for number, (row, prompt) in enumerate(zip(rows, given, strict=True)):
+        nothing = row.failed or not row.tokens
+        response = [end] if nothing else list(row.tokens[:length])
+        columns = slice(width - len(prompt), width + len(response))
+        tokens[number, columns] = torch.tensor(prompt + response)
+        mask[number, columns] = 1
+        own[number, : len(response)] = torch.tensor([1] if nothing else row.own[:length])
+        written.append(response)
+    values = {
+        "environments": [row.environment for row in rows],
+        "turn_rewards": [row.turn_rewards or None for row in rows],
+    }
+    return Responses(
+        tokens=tokens,
+        mask=mask,
+        **rows_of(prompts, k),
+        from_base=from_base,
+        texts=[text_of_tokens(policy, response) for response in written],
+        max_new_tokens=length,
+        num_generations=num_generations,
+        tool_mask=own,
+        completions=[[_NOTHING] if row.failed else row.messages or [_NOTHING] for row in rows]
+        or None,
+        asked=[row.asked for row in rows] or None,
+        extra={name: values[name] for name in extra},
+        failed=np.array([row.failed for row in rows], dtype=bool),
+    )
+
+
+def to_one_line_error(problem: BaseException) -> BaseException:
+    """Return an error on public prompts as one line; an exit and a clear error stay as they are."""
+    if isinstance(problem, (*EXITS, DprlhfError)):
+        return problem
+    text = one_line(problem)
+    return DprlhfError(f"rollout.agent: on a public prompt, {type(problem).__name__}: {text}")
 
 
 class AgentSampler:
@@ -247,3 +312,40 @@ class _Turns:
         """Keep what tools print about private trajectories away from the terminal."""
         with captured(self._sink) if self.private else kept_process_state():
             yield
+
+
+def load_sampler(
+    spec: recipe.Agent,
+    *,
+    tools: Sequence[Tool] | None = None,
+    environment_factory: EnvironmentFactories | None = None,
+) -> AgentSampler:
+    """Return what samples the trajectories of a recipe."""
+    _check_passed("tools", tools, spec.tools)
+    named = spec.environment
+    several = list(named.values()) if isinstance(named, dict) else [named]
+    _check_passed("environment_factory", environment_factory, several)
+    given = list(tools) if tools is not None else [_named(name, "tool") for name in spec.tools]
+    factory = environment_factory
+    if factory is None and named is not None:
+        factory = (
+            {name: _named(source, "environment") for name, source in named.items()}
+            if isinstance(named, dict)
+            else _named(named, "environment")
+        )
+    return AgentSampler(Agent(given, factory, spec.max_tool_calling_iterations))
+
+
+def _check_passed(name: str, passed: Any, of_recipe: Sequence[str | None]) -> None:
+    """Refuse an object of the program where the recipe names what to load."""
+    if passed is not None and IN_MEMORY not in of_recipe:
+        raise DprlhfError(f"{name}: this run has what its recipe names: pass none")
+
+
+def _named(source: str, kind: str) -> Any:
+    if source == IN_MEMORY:
+        raise DprlhfError(f"this run's {kind} was given in Python: give it again to resume()")
+    function = load_function(source, kind)
+    if not callable(function):
+        raise DprlhfError(f"{kind} {source!r} is a {type(function).__name__}, not a callable")
+    return function

@@ -20,7 +20,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.sampling import token_logprobs
 from dprlhf.training.evaluate import evaluate
 from dprlhf.training.example_tokens import pack, split_row
 

@@ -38,13 +38,16 @@ from dprlhf.budget.state import (
     write_head,
     write_reservation,
 )
-from dprlhf.budget.storage import has_book, lock, open_storage, read_key
-from dprlhf.budget.tables import (
+from dprlhf.budget.storage import (
     BOOK,
     DATASETS,
     INCOMING,
     METADATA,
     VERSION,
+    has_book,
+    lock,
+    open_storage,
+    read_key,
 )
 from dprlhf.errors import DprlhfError
 

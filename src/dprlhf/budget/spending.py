@@ -9,8 +9,7 @@ from typing import Any
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, equal_but_for_rounding
-from dprlhf.privacy.composition import total_epsilon
-from dprlhf.privacy.filter import filter_share
+from dprlhf.privacy.composition import filter_share, total_epsilon
 
 
 class BookError(DprlhfError):

@@ -15,8 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from dprlhf.budget.spending import BookError, Cost, Question, Spending
-from dprlhf.budget.storage import problem
-from dprlhf.budget.tables import (
+from dprlhf.budget.storage import (
     BOOK,
     DATASETS,
     HISTORIES,
@@ -24,6 +23,7 @@ from dprlhf.budget.tables import (
     PEOPLE,
     RESERVATIONS,
     VERSION,
+    problem,
 )
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism

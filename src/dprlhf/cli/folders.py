@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from dprlhf.cli.output import flat
+from dprlhf.cli.train import flat
 from dprlhf.errors import DprlhfError
 
 Run = Annotated[Path, typer.Argument(help="The folder of the run.")]
@@ -39,7 +39,7 @@ def comply(
 
     Exit status 1: there are alerts, which are printed too.
     """
-    from dprlhf.runs.evidence.write import write_evidence
+    from dprlhf.runs.evidence import write_evidence
 
     written = write_evidence(run, out, limit=limit)
     typer.echo(f"{written.page}\n{written.json}")

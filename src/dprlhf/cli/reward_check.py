@@ -14,7 +14,7 @@ from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.rewards.loading import load_reward
-from dprlhf.rewards.private import in_form_of
+from dprlhf.rewards.scoring import in_form_of
 
 _STAND_INS = (
     "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -21,10 +22,47 @@ from dprlhf.policies.head_logprobs import chosen_logprobs, has_plain_head, head_
 from dprlhf.policies.kept import Replay, forwards_replaced
 from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.protocol import Sampling
-from dprlhf.policies.set_up import SetUp
 
 if TYPE_CHECKING:
-    from dprlhf.policies.stopping import StopStrings
+    from dprlhf.policies.warpers import StopStrings
+
+
+class SetUp:
+    """Copies of tokenizer and configs from before the first round, restored before saving.
+
+    A reward may share the program's tokenizer or model. What it leaves there on private prompts,
+    such as the padded length of a batch, is computed from users and has no noise.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Any, Any, Any]] = {}
+
+    def keep(self, owner: Any, name: str) -> None:
+        """Keep a copy of an attribute until :meth:`end`."""
+        held = getattr(owner, name, None)
+        if held is None:
+            return
+        try:
+            self._kept[name] = owner, held, copy.deepcopy(held)
+        except Exception as problem:
+            raise DprlhfError(
+                f"the {name} ({type(held).__name__}) cannot be copied ({type(problem).__name__}),"
+                " so what private prompts leave in it could not be kept out of the saved one"
+            ) from None
+
+    def put_back(self) -> None:
+        """Put the copies back into the objects that they were taken from."""
+        # In place: the program may save its own objects again, or pass them to another run.
+        for name, (owner, held, kept) in self._kept.items():
+            fresh = copy.deepcopy(kept)
+            vars(held).clear()
+            vars(held).update(vars(fresh))
+            setattr(owner, name, held)
+
+    def end(self) -> None:
+        """Put the copies back for good: what the program changes from now on is its own affair."""
+        self.put_back()
+        self._kept.clear()
 
 
 class CausalLMPolicy:

@@ -21,10 +21,12 @@ A row's set depends on that row's logits alone, so it couples no users.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.head_logprobs import row_parts
 from dprlhf.policies.protocol import Sampling
 
@@ -115,3 +117,26 @@ class _WarpedLogProbs(torch.autograd.Function):
 
 _ON_GPU = 2**24
 """Logits of a part of the rows: sorting it takes several copies."""
+
+
+class StopStrings:
+    """Says which responses have just completed a stop string.
+
+    The matching is transformers' ``StopStringCriteria``, on the tokens of the responses alone: a
+    string that starts in the prompt stops nothing.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        from transformers import StopStringCriteria
+
+        self.strings = tuple(strings)
+        try:
+            self._criteria: Any = StopStringCriteria(tokenizer, list(strings))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise DprlhfError(f"rollout.stop {list(strings)}: {one_line(error)}") from error
+        self.reach = int(self._criteria.maximum_token_len)
+
+    def completed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return whether the last token completes a stop string, ``[rows]``."""
+        stopped: torch.Tensor = self._criteria(tokens, None)
+        return stopped

@@ -12,10 +12,9 @@ import math
 import numpy as np
 
 from dprlhf.privacy import random_allocation as block
-from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.losses import POINTS, Composed, loss_distribution, widening
 from dprlhf.privacy.partitions.base import Mechanism
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Side
 
 _TAIL = 1e-20
 """Probability of losses beyond the grid, over all passes; they count as infinite."""

@@ -31,9 +31,8 @@ from scipy.special import gammaln, ndtri
 
 from dprlhf.privacy import random_allocation
 from dprlhf.privacy.correlated_noise import noise_matrix
-from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import find_root, gaussian_delta, gaussian_epsilon
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Side
 from dprlhf.privacy.randomness import uniforms
 
 Array = NDArray[np.float64]

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from scipy import fft
 from scipy.optimize import brentq
 
-from dprlhf.privacy.curves import Floats
 from dprlhf.privacy.gaussian import find_root
-from dprlhf.privacy.random_allocation import power
+from dprlhf.privacy.random_allocation import Floats, power
 
 Places = npt.NDArray[np.int64]
 

@@ -410,3 +410,17 @@ def epsilon_lower(noise: float, rounds: int, delta_: float, upper: float) -> flo
             return max(best, point.epsilon_lower)
         back *= 2
     return best
+
+
+SIDES: tuple[Side, Side] = ("remove", "add")
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Upper bounds on both sides' privacy curves, δ as a function of ε, and their inverses.
+
+    The side ``remove`` compares the run with a user to the run without it, ``add`` the other way.
+    """
+
+    delta: Callable[[float, Side, bool], float]  # of epsilon, side, rough
+    epsilon: Callable[[float, Side], float]  # of delta, side

@@ -26,9 +26,8 @@ from scipy import fft
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtr
 
-from dprlhf.privacy.curves import Curves, Floats
 from dprlhf.privacy.gaussian import gaussian_delta
-from dprlhf.privacy.random_allocation import Side, power
+from dprlhf.privacy.random_allocation import Curves, Floats, Side, power
 
 LARGEST_EPSILON = 50.0
 """Above this ε nothing is computed: the other bounds are taken."""

@@ -16,10 +16,9 @@ import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, covering_noise
-from dprlhf.privacy.curves import SIDES, Floats
 from dprlhf.privacy.gaussian import gaussian_deltas, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import round_noise
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Floats, Side
 
 FALSE_POSITIVES = (0.001, 0.01, 0.1)
 """The false-positive rates at which the largest true-positive rate is stated."""

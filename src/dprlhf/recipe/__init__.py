@@ -6,7 +6,6 @@ An unknown key or a bad value is refused before anything is loaded, with the nea
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dprlhf.recipe.adapters import ADAPTERS
 from dprlhf.recipe.base import (
     IN_MEMORY,
     Experimental,
@@ -23,28 +22,27 @@ from dprlhf.recipe.data import (
     Preferences,
     PublicData,
 )
-from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.loading import (
     AnyRecipe,
     dump_recipe,
     load_any_recipe,
     load_recipe,
     make_recipe,
+    without_effect,
 )
-from dprlhf.recipe.no_effect import without_effect
-from dprlhf.recipe.policy import Adapter, Policy, Source
+from dprlhf.recipe.policy import ADAPTERS, Adapter, Policy, Source
 from dprlhf.recipe.privacy import Privacy
-from dprlhf.recipe.private_update import Oracle, PrivateUpdate
+from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Subspace
 from dprlhf.recipe.rl import Recipe
 from dprlhf.recipe.sections import (
     KL,
     Agent,
+    Evaluation,
     Optimizer,
     Reward,
     Rollout,
     Tracking,
 )
-from dprlhf.recipe.subspace import Subspace
 from dprlhf.recipe.updates import (
     GRPO,
     NPG,

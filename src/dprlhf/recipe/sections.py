@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dprlhf.hub import split_revision
 from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.data import PublicData
 from dprlhf.recipe.policy import Source
 
 BETAS = (0.9, 0.9)
@@ -227,3 +228,46 @@ class Tracking(Settings):
     @classmethod
     def _one_or_several(cls, names: Any) -> Any:
         return [] if names == "none" else [names] if isinstance(names, str) else names
+
+
+MEASURES = (
+    "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
+    "perplexity",
+)  # fmt: skip
+"""Names of the built-in measures of responses (:mod:`dprlhf.training.measures`)."""
+
+_LABELS = {
+    "response_tokens": "tokens in a response",
+    "ended_share": "share of responses that ended",
+    "distinct_1": "different words per word",
+    "distinct_2": "different pairs of words per word",
+    "kl": "KL divergence from the base model, nats in a response",
+    "kl_per_token": "KL divergence from the base model, nats in a token",
+}
+
+
+def measure_label(name: str) -> str:
+    """Return a measure's name in words, for reports.
+
+    >>> measure_label("distinct_1"), measure_label("rewards/margins")
+    ('different words per word', 'rewards/margins')
+    """
+    return _LABELS.get(name, name.replace("_", " "))
+
+
+class Evaluation(Settings):
+    """Evaluation on public rows, of a stage's loss or of a policy's responses; it costs no privacy.
+
+    Attributes:
+        data: The public rows.
+        prompts: Number of rows used, from the start; at least 2, for a standard error.
+        every: Number of rounds between evaluations during the run; null evaluates before and after
+            the run only.
+        declared_public: Declares that these rows were public before and were chosen independently
+            of the users. The run is then not refused if a user has one of them as well.
+    """
+
+    data: PublicData
+    prompts: Annotated[int, Field(ge=2)] = 256
+    every: PositiveInt | None = None
+    declared_public: bool = False

@@ -13,12 +13,10 @@ from pydantic import Field, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings, changed
 from dprlhf.recipe.data import Data, Documents, LoggedFeedback, PreferencePairs, Preferences
-from dprlhf.recipe.evaluation import Evaluation
 from dprlhf.recipe.policy import Policy, Source
-from dprlhf.recipe.privacy import Previous, Privacy
-from dprlhf.recipe.promise import check_shared
-from dprlhf.recipe.sections import Optimizer, Tracking
-from dprlhf.recipe.subspace import Subspace
+from dprlhf.recipe.privacy import Previous, Privacy, check_shared
+from dprlhf.recipe.private_update import Subspace
+from dprlhf.recipe.sections import Evaluation, Optimizer, Tracking
 
 
 class Supervised(Settings):

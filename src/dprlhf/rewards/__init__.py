@@ -1,10 +1,9 @@
 """Rewards: any callable with TRL's signature, checked on public prompts and clipped to ±R."""
 
-from dprlhf.rewards.check import ContractReport, check_reward
+from dprlhf.rewards.check import ContractReport, RewardSummary, check_reward, summarize_rewards
 from dprlhf.rewards.loading import load_reward, load_rewards
 from dprlhf.rewards.reward import LoadedReward
 from dprlhf.rewards.scoring import Scorer, Scores
-from dprlhf.rewards.summary import RewardSummary, summarize_rewards
 
 __all__ = [
     "ContractReport",

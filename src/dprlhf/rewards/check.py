@@ -1,4 +1,4 @@
-"""Check on public prompts that a reward scores each user on their own."""
+"""Check on public prompts that a reward scores each user on their own, and sum up what it gave."""
 
 from __future__ import annotations
 
@@ -8,17 +8,131 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from dprlhf.data.given_rewards import BY_TURN
+from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.check_batch import CheckedBatch, Score
+from dprlhf.rewards.logs import CallLog
 from dprlhf.rewards.reward import (
+    Failure,
     LoadedReward,
     RewardFunction,
     RewardRows,
     RoundState,
     as_reward,
+    call_reward,
+    group_rows,
     keywords_for,
     keywords_of,
+    parse_turns,
+    type_and_message,
 )
+
+Score = tuple[float, ...] | None
+"""The score of each turn, one for a reward that scores whole completions; None: not applicable."""
+
+
+@dataclass(frozen=True)
+class CheckedBatch:
+    """Rows under test: a unit is one row, or a user's rows for a reward declared per-user."""
+
+    reward: LoadedReward
+    rows: RewardRows
+    units: list[list[int]]  # The row numbers of each unit, [units][rows of it]
+    users: int
+    state: RoundState  # The trainer_state that the reward is called with
+
+    @classmethod
+    def of(
+        cls,
+        reward: LoadedReward,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]] | None,
+        completion_ids: Sequence[Sequence[int]] | None,
+        users: Sequence[Any] | None,
+        turns: Sequence[int],
+        state: RoundState,
+    ) -> CheckedBatch:
+        """Form the units from the arguments of :func:`~dprlhf.rewards.check.check_reward`."""
+        if completion_ids is None:
+            completion_ids = [list(text_of(completion).encode()) for completion in completions]
+        try:
+            rows = RewardRows(prompts, completions, completion_ids, columns or {}, turns)
+        except ValueError as error:
+            raise DprlhfError(f"check_reward: {error}: give one of each for every row") from None
+        owners = [text_of(prompt) for prompt in prompts] if users is None else list(users)
+        if len(owners) != len(rows):
+            raise DprlhfError(
+                f"check_reward: {len(owners)} user ids for {len(rows)} rows: give one for every row"
+            )
+        groups = group_rows(owners)
+        units = groups if reward.per_user else [[i] for i in range(len(rows))]
+        if len(units) < 2:
+            unit = "users" if reward.per_user else "completions"
+            raise DprlhfError(
+                f"reward {reward.name!r} cannot be checked on {len(units)} {unit}: give at least 2"
+            )
+        return cls(reward, rows, units, len(groups), state)
+
+    def scores(self, chosen: Sequence[int]) -> dict[int, Score]:
+        """Return the scores of the chosen units by row number, with the calls of a Scorer."""
+        return self.evaluate(self.rows, self.units, chosen)
+
+    def of_rows(self, numbers: Sequence[int]) -> Iterator[dict[int, Score]]:
+        """Call the reward once with the rows of these numbers; yield each score by its number.
+
+        A number may come several times, so the scores come one by one.
+        """
+        some = self.rows.take(numbers)
+        units = [[place] for place in range(len(numbers))]
+        scores = self.evaluate(some, units, range(len(numbers)))
+        for place, i in enumerate(numbers):
+            yield {i: scores[place]}
+
+    def evaluate(
+        self,
+        rows: RewardRows,
+        units: Sequence[Sequence[int]],
+        chosen: Sequence[int],
+    ) -> dict[int, Score]:
+        """Return scores by row number of the chosen units, in one call or one call per user."""
+        reward = self.reward
+        members = [list(units[u]) for u in chosen]
+        calls = members if reward.per_user else [[i for group in members for i in group]]
+        scores: dict[int, Score] = {}
+        for numbers in calls:
+            log = CallLog(len(numbers))
+            try:
+                answers = call_reward(reward, rows.take(numbers), self.state, log)
+            except (Exception, SystemExit) as problem:
+                raise DprlhfError(
+                    f"reward {reward.name!r} fails the check 'answer' on {len(numbers)}"
+                    f" completions: {type_and_message(problem)}"
+                ) from problem
+            if log.problem:
+                raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
+            for i, answer in zip(numbers, answers, strict=True):
+                turns = rows.turns[i] if reward.by_turn else 1
+                value = parse_turns(answer, turns, by_turn=reward.by_turn)
+                if isinstance(value, Failure):
+                    raise DprlhfError(
+                        f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
+                        f"{answer!r}, not a finite number or None" + _by_turn(reward, answer, turns)
+                    )
+                scores[i] = value
+        return scores
+
+
+def _by_turn(reward: LoadedReward, answer: object, turns: int) -> str:
+    """Return the end of a message about an answer that may be meant as a score for each turn."""
+    if reward.by_turn:
+        return f", nor a list of them for its {turns} turns"
+    if isinstance(answer, list | tuple):
+        return f"; to score each turn of an agent, write `{BY_TURN} = True` on the callable"
+    return ""
+
 
 _ALONE = 32  # limit on units scored alone, so that a slow reward does not delay the start
 _SECONDS = 2.0  # limit on larger calls, for the same reason
@@ -309,3 +423,78 @@ def _close(score: Score, expected: Score, rtol: float, atol: float) -> bool:
         return score is expected
     pairs = zip(score, expected, strict=True)
     return all(abs(one - other) <= atol + rtol * abs(other) for one, other in pairs)
+
+
+_MOSTLY = 0.9
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """The weighted sum of the rewards on some public responses, clipped to ±R: public values."""
+
+    responses: int
+    mean: float  # Mean of the clipped sums
+    std: float
+    clipped: float  # Share of responses whose sum is outside ±R
+    bound: float
+    rounded: dict[str, float]  # Largest change of a score with its batch, by reward
+    # The most rows of several users in a call, by reward
+    checked_rows: dict[str, int] = field(default_factory=dict)
+    # Why a reward could not be checked, by reward; only rewards that were not
+    unchecked: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings that the reward is slow, unchecked, or gives no signal although ε is spent."""
+        messages = [
+            f"rounding moves the scores of reward {name!r} by up to {moved:.2g} with their batch,"
+            " so it is called for one user at a time; with inputs of a fixed shape it could be"
+            " called for all at once"
+            for name, moved in self.rounded.items()
+        ]
+        # Without the rewards that could not be checked, the sum of the others says little.
+        if not self.unchecked and self.clipped >= _MOSTLY:
+            messages.append(
+                f"the reward is outside ±{self.bound:g} (reward_range) on {self.clipped:.0%} of"
+                f" {self.responses} public responses: clipped, it teaches little, and the run"
+                " spends its epsilon all the same; raise reward_range or lower the weights"
+            )
+        elif not self.unchecked and self.std <= 1e-6 * self.bound:
+            messages.append(
+                f"the reward is {self.mean:.4g} on all {self.responses} public responses: a reward"
+                " that never differs cannot teach, and the run spends its epsilon all the same"
+            )
+        return messages + [
+            f"reward {name!r} {why}, so it could not be checked. It is called for one user at a"
+            " time; that it keeps nothing of one user for the next is your promise. Public rows"
+            " that it scores (evaluation) let it be checked"
+            for name, why in self.unchecked.items()
+        ]
+
+
+def summarize_rewards(
+    rewards: Sequence[LoadedReward],
+    reports: Sequence[ContractReport],
+    bound: float,
+    unchecked: dict[str, str] | None = None,
+) -> RewardSummary:
+    """Summarize the weighted sum of the rewards from their contract checks on the same rows."""
+    unchecked = unchecked or {}
+    if not reports:
+        return RewardSummary(0, 0.0, 0.0, 0.0, bound, {}, unchecked=unchecked)
+    scores = [[0.0 if s is None else s for s in report.scores] for report in reports]
+    names = {r.name for r in reports} - unchecked.keys()  # two rewards may have one name
+    sums = np.array([reward.weight for reward in rewards]) @ np.array(scores)
+    bounded = sums.clip(-bound, bound)
+    return RewardSummary(
+        responses=len(sums),
+        mean=float(bounded.mean()),
+        std=float(bounded.std()),
+        clipped=float((abs(sums) > bound).mean()),
+        bound=bound,
+        rounded={r.name: r.moved for r in reports if r.moved and not r.per_user},
+        checked_rows={
+            name: min(r.checked_rows for r in reports if r.name == name) for name in names
+        },
+        unchecked=unchecked,
+    )

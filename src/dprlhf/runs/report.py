@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dprlhf.errors import DprlhfError, extra
 from dprlhf.privacy.gaussian import upwards
-from dprlhf.recipe.evaluation import measure_label
+from dprlhf.recipe.sections import measure_label
 from dprlhf.runs.earlier import total_of_runs
 from dprlhf.runs.folder import write_atomically
 from dprlhf.runs.published_run import PublishedRun, finite_number, read_run

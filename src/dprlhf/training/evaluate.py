@@ -18,7 +18,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.isolation import kept_process_state
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample
 from dprlhf.training.measures import (
     Comparison,

@@ -40,7 +40,7 @@ from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import FeedbackRecipe
 from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
+from dprlhf.rollout.sampling import log_ratio_to_base, token_logprobs
 from dprlhf.runs.card import note_value
 from dprlhf.runs.folder import write_json
 from dprlhf.training.logged_value import LoggedValue, Value, of_users

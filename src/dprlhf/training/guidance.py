@@ -20,7 +20,7 @@ from dprlhf.gradients.subspace import Subspace, fit_subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample_public
 from dprlhf.rollout.sampling import Keep
 from dprlhf.training.run import Batch, Run

@@ -24,9 +24,8 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
 from dprlhf.rollout import Responses
 from dprlhf.rollout.decoding import decode
-from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.made_up import made_up_prompt, made_up_responses
-from dprlhf.rollout.sampling import prompts_at_once, static_steps
+from dprlhf.rollout.sampling import prompts_at_once, static_steps, token_logprobs
 
 _STEPS = 4  # decoding steps that are compared
 

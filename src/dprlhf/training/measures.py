@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import base_logprobs, token_logprobs
-from dprlhf.rollout.sampling import ended
+from dprlhf.rollout.sampling import base_logprobs, ended, token_logprobs
 
 Array = NDArray[np.float64]
 

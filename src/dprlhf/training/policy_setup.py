@@ -80,7 +80,7 @@ def with_sampling(policy: CausalLMPolicy, recipe: Recipe) -> CausalLMPolicy:
     policy.sampling = Sampling.of(rollout)
     policy.stop = None
     if rollout.stop:
-        from dprlhf.policies.stopping import StopStrings
+        from dprlhf.policies.warpers import StopStrings
 
         policy.stop = StopStrings(policy.tokenizer, rollout.stop)
     policy.chat_template_kwargs = recipe.policy.chat_template_kwargs

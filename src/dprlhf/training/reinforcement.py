@@ -33,8 +33,8 @@ from dprlhf.rewards import (
     load_rewards,
 )
 from dprlhf.rewards.isolation import captured
-from dprlhf.rewards.private import score_private
 from dprlhf.rewards.reward import RoundState
+from dprlhf.rewards.scoring import score_private
 from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json

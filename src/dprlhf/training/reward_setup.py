@@ -12,12 +12,12 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import Recipe
-from dprlhf.recipe.update_checks import updates_that
+from dprlhf.recipe.rl import updates_that
 from dprlhf.rewards import LoadedReward, RewardSummary, check_reward, summarize_rewards
 from dprlhf.rewards.check import NeverAppliesError, lacking_columns
 from dprlhf.rewards.isolation import captured
-from dprlhf.rewards.private import rows_to_score
 from dprlhf.rewards.reward import RoundState
+from dprlhf.rewards.scoring import rows_to_score
 from dprlhf.rollout import public_sampling_settings, sample_public
 
 _LARGEST_CALL = 256

@@ -19,7 +19,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer, Scores
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, sample_public
 from dprlhf.training.choices import Signal
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients

@@ -21,7 +21,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.classifier import classifier_tokens
 from dprlhf.rollout import Responses
-from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.rollout.sampling import token_logprobs
 from dprlhf.training.example_tokens import ended, pack, split_row
 
 Array = NDArray[np.float64]

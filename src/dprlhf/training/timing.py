@@ -20,7 +20,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
-from dprlhf.rewards.private import score_responses
+from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, sample_public
 from dprlhf.rollout.sampling import Keep
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import IN_MEMORY, Recipe, make_recipe
-from dprlhf.recipe.generation import rollout_settings
 from dprlhf.recipe.loading import recipe_from
-from dprlhf.recipe.trl_names import update_settings
+from dprlhf.recipe.trl_names import rollout_settings, update_settings
 from dprlhf.training.defaults import with_defaults
 from dprlhf.trl.config import AUTO, PrivacyFields, PrivateRLOOConfig, defaults
 

@@ -20,7 +20,7 @@ from dprlhf.data.loading import load_rows
 from dprlhf.data.public import CONTRASTED, HELD_OUT
 from dprlhf.errors import DprlhfError
 from dprlhf.recipe import Data, PublicData, Recipe
-from dprlhf.recipe.promise import same_rows
+from dprlhf.recipe.privacy import same_rows
 
 SCORING = 256
 """Number of public prompts on which a trial is scored, unless the caller asks for another one."""

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from dprlhf.errors import DprlhfError
-from dprlhf.privacy.curves import SIDES
 from dprlhf.privacy.gaussian import (
     find_root,
     gaussian_delta,
@@ -33,7 +32,7 @@ from dprlhf.privacy.partitions.base import (
     Stream,
     round_noise,
 )
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Side
 
 _POINTS = 2**20
 """Most points of the window in which the sum of all rounds' losses lies."""

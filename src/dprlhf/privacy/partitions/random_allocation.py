@@ -14,7 +14,6 @@ import numpy as np
 
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import random_allocation as block
-from dprlhf.privacy.curves import SIDES, Curves
 from dprlhf.privacy.gaussian import gaussian_delta, gaussian_epsilon, noise_too_small
 from dprlhf.privacy.partitions.base import (
     Allocation,
@@ -26,7 +25,7 @@ from dprlhf.privacy.partitions.base import (
     one_round_each,
     round_noise,
 )
-from dprlhf.privacy.random_allocation import Side
+from dprlhf.privacy.random_allocation import SIDES, Curves, Side
 
 if TYPE_CHECKING:
     from dprlhf.privacy.losses import Composed
