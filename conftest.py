@@ -77,7 +77,7 @@ def _float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         return torch.float32
 
-    for place in ("dprlhf.hardware", "dprlhf.policies.loading", "dprlhf.training.recipe_plan"):
+    for place in ("dprlhf.hardware", "dprlhf.policies.loading", "dprlhf.training.build"):
         if place in sys.modules:
             monkeypatch.setattr(f"{place}.native_dtype", native_dtype)
 

@@ -41,10 +41,10 @@ from dprlhf.data.loading import load_rows
 from dprlhf.data.public import evaluated, public_users
 from dprlhf.recipe import Recipe
 from dprlhf.rollout import sample
+from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, at_least, at_most, write_results
-from dprlhf.runs.model_card import guarantee_sentence
 from dprlhf.training.build import hush_libraries
-from dprlhf.training.measures import RewardEstimate
+from dprlhf.training.evaluate import RewardEstimate
 from dprlhf.training.policy_setup import load_policy_of
 
 SCRIPT = str(Path(__file__).resolve())

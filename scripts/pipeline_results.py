@@ -16,7 +16,7 @@ from pathlib import Path
 from dprlhf.recipe import load_any_recipe
 from dprlhf.runs.earlier import total_of_runs
 from dprlhf.runs.measurements import Result, write_results
-from dprlhf.runs.published_run import read_run
+from dprlhf.runs.report import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"sft": "1_sft.yaml", "reward": "2_reward.yaml", "train": "3_rl.yaml"}

@@ -17,7 +17,7 @@ import yaml
 
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.plan import json_ready
-from dprlhf.runs.many import run_missing
+from dprlhf.runs.measurements import run_missing
 from papers.control import bandits
 from papers.control.environments import Riverswim, make_environment
 from papers.control.policies import Array, softmax

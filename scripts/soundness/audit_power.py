@@ -21,8 +21,7 @@ import pytest
 
 from dprlhf.audit.one_run import CANARIES, audit_plan
 from dprlhf.privacy.plan import Plan, make_plan
-from dprlhf.runs.many import run_missing
-from dprlhf.runs.measurements import Result, at_least, at_most, write_results
+from dprlhf.runs.measurements import Result, at_least, at_most, run_missing, write_results
 from helpers.broken_gates import BROKEN, SMALL, break_gate
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "results" / "soundness.json"

@@ -20,7 +20,7 @@ from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer, load_reward
 from dprlhf.rewards.scoring import rows_to_score, score_responses
 from dprlhf.rollout import Responses, sample
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from helpers.agents import (
     LENGTH,
     LONGEST,

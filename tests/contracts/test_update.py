@@ -334,7 +334,7 @@ def test_experts_get_the_rows_of_one_user_in_a_pass(options, tmp_path, monkeypat
         return experts(block, x) + x.mean((0, 1))
 
     monkeypatch.setattr(MixtralSparseMoeBlock, "forward", coupled)
-    monkeypatch.setattr("dprlhf.training.layout._check_padding", lambda *given: None)
+    monkeypatch.setattr("dprlhf.training.made_up_rounds._check_padding", lambda *given: None)
     monkeypatch.setattr("dprlhf.training.made_up_rounds.check_padding", lambda *given: None)
     given = {
         "model": str(tmp_path), "rounds": 2, "epsilon": 8.0, "data__user_column": "user",

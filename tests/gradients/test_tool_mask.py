@@ -9,7 +9,7 @@ import torch
 from dprlhf import recipe
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates import UPDATES
 from helpers import tiny
 from helpers.autograd import relative_error

@@ -34,10 +34,9 @@ from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import Data, Recipe, dump_recipe, known_keys, make_recipe
-from dprlhf.runs.card import privacy_card
+from dprlhf.runs.card import guarantee_sentence, model_card, privacy_card
 from dprlhf.runs.earlier import Earlier
-from dprlhf.runs.model_card import guarantee_sentence, model_card
-from dprlhf.training.recipe_plan import plan_of
+from dprlhf.training.build import plan_of
 
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 KEY = bytes(range(32))

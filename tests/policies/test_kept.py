@@ -21,7 +21,7 @@ from dprlhf.policies import kept, shared_prompt
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.made_up_rounds import Shapes, gradients_of
 from helpers import tiny
 from helpers.marks import slow

@@ -22,7 +22,7 @@ from dprlhf.policies.protocol import Sampling
 from dprlhf.policies.warpers import cutoff, truncated, warped, warped_logprobs
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.decoding import decode
-from dprlhf.rollout.sampling import log_ratio_to_base, token_logprobs
+from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from helpers.autograd import gradient_of_user, log_distribution, relative_error
 from helpers.marks import slow
 from helpers.policies import policy_of

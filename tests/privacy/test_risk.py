@@ -17,7 +17,7 @@ from dprlhf.privacy.accounting import Mechanism
 from dprlhf.privacy.max_guess import plan_within
 from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.risk import FALSE_POSITIVES, Risk, risk
-from dprlhf.runs.model_card import percent
+from dprlhf.runs.card import percent
 from helpers.risks import Floats, simulated
 
 DELTA = 1e-5

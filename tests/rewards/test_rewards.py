@@ -1057,8 +1057,8 @@ def test_a_run_scores_on_its_own_device(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Processes, "device", torch.device("meta"))
     unchecked = RewardSummary(responses=0, mean=0.0, std=1.0, clipped=0.0, bound=1.0, rounded={})
     monkeypatch.setattr("dprlhf.training.reinforcement.check_rewards", lambda *_, **__: unchecked)
-    monkeypatch.setattr("dprlhf.training.layout._problem", lambda *_: None)
-    monkeypatch.setattr("dprlhf.training.layout.check_gradients", lambda *_, **__: None)
+    monkeypatch.setattr("dprlhf.training.made_up_rounds._problem", lambda *_: None)
+    monkeypatch.setattr("dprlhf.training.made_up_rounds.check_gradients", lambda *_, **__: None)
     stage, parts = assembled(tmp_path, {"classifier": str(folder)}, None)
     [reward] = stage.rewards
     function: Any = reward.function

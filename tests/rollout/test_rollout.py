@@ -21,7 +21,7 @@ from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, decoding, sample, sample_responses, sampling
 from dprlhf.rollout.decoding import decode, inverse_cdf
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from helpers import kernels, tiny
 from helpers.marks import slow
 from helpers.sampled import (

@@ -16,7 +16,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import StopStrings
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.sampling import ended
-from dprlhf.training.measures import measure
+from dprlhf.training.evaluate import measure
 from helpers.marks import slow
 from helpers.policies import policy_of
 

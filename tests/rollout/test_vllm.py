@@ -27,7 +27,7 @@ from dprlhf.policies.protocol import Sampling
 from dprlhf.policies.warpers import StopStrings
 from dprlhf.rollout import Responses, resolve_batch_size
 from dprlhf.rollout import vllm as backend
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from helpers import tiny
 from helpers.runs import charged, lower_case
 from helpers.sampled import (

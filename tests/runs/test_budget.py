@@ -27,8 +27,8 @@ from dprlhf.runs.budget import NO_BOOK
 from dprlhf.runs.earlier import Earlier, Record, cost_terms
 from dprlhf.runs.folder import RunFolder
 from dprlhf.training import build
+from dprlhf.training.build import plan_of
 from dprlhf.training.dry_run import dry_run
-from dprlhf.training.recipe_plan import plan_of
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, lower_case
 

@@ -14,10 +14,9 @@ from dprlhf.cli.app import app
 from dprlhf.privacy.gaussian import gaussian_epsilon, upwards
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import AnyRecipe, Oracle, Recipe, SFTRecipe, make_recipe
-from dprlhf.runs.card import privacy_card
+from dprlhf.runs.card import guarantee_sentence, in_plain_words, model_card, privacy_card
 from dprlhf.runs.earlier import Earlier, read_earlier
-from dprlhf.runs.model_card import guarantee_sentence, in_plain_words, model_card
-from dprlhf.training.recipe_plan import plan_of
+from dprlhf.training.build import plan_of
 from dprlhf.updates import UPDATES
 from helpers.recipes import recipe_settings
 

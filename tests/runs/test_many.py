@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dprlhf.runs.many import run_missing
+from dprlhf.runs.measurements import run_missing
 from helpers.marks import slow
 
 CALLER = """
 import os, sys, time
 from pathlib import Path
-from dprlhf.runs.many import run_missing
+from dprlhf.runs.measurements import run_missing
 
 def work(place):
     Path(place).write_text(str(os.getpid()))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dprlhf.runs.published_run import read_run
-from dprlhf.runs.report import render, write_report
+from dprlhf.runs.report import read_run, render, write_report
 from helpers import runs, tiny
 
 CANARY = "canary-of-a-user"

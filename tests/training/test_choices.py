@@ -11,7 +11,7 @@ from dprlhf import DprlhfError
 from dprlhf.privacy import max_guess
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import make_recipe
-from dprlhf.training import recipe_plan
+from dprlhf.training import build
 from dprlhf.training.choices import (
     Candidate,
     Choice,
@@ -124,8 +124,8 @@ def test_several_passes_are_costed_fast_and_keep_within_epsilon() -> None:
 def test_a_continued_run_keeps_the_noise_that_a_guess_was_given(monkeypatch):
     """The search for it may end elsewhere on another processor, by up to its tolerance."""
     recipe = make_recipe(recipe_settings(privacy={"max_guess": 0.6, "partition": "fixed"}))
-    plan = recipe_plan.plan_of(recipe, 100)
+    plan = build.plan_of(recipe, 100)
     found = max_guess.noise_multiplier
     monkeypatch.setattr(max_guess, "noise_multiplier", lambda *given: 1.001 * found(*given))
-    assert recipe_plan.plan_of(recipe, 100, plan.terms()) == plan
-    assert recipe_plan.plan_of(recipe, 100) != plan
+    assert build.plan_of(recipe, 100, plan.terms()) == plan
+    assert build.plan_of(recipe, 100) != plan

@@ -12,7 +12,7 @@ from dprlhf.data.public import in_memory_prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
-from dprlhf.training.measures import (
+from dprlhf.training.evaluate import (
     PolicyEstimate,
     RewardEstimate,
     compare,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dprlhf.training.interrupt import Interruptible
+from dprlhf.training.rounds import Interruptible
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

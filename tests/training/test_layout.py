@@ -18,9 +18,8 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout.made_up import random_adapter
 from dprlhf.rollout.static_steps import StaticSteps
-from dprlhf.training import layout, made_up_rounds
-from dprlhf.training.layout import check_layout
-from dprlhf.training.made_up_rounds import Shapes
+from dprlhf.training import made_up_rounds
+from dprlhf.training.made_up_rounds import Shapes, check_layout
 from helpers import families, kernels, tiny
 from helpers.runs import run_settings, save_sharp
 
@@ -42,7 +41,7 @@ class OneProcess:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_KNOWN", set())
+    monkeypatch.setattr(made_up_rounds, "_KNOWN", set())
 
 
 def policy_of(kind: tiny.Kind = "llama") -> CausalLMPolicy:
@@ -59,7 +58,7 @@ def shapes_of(update: str = "pg", prompts: int = 1) -> Shapes:
 
 
 def phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None:
-    found = layout._first_dependent_phase(policy, shapes)
+    found = made_up_rounds._first_dependent_phase(policy, shapes)
     return found and found.split(":")[0]
 
 
@@ -126,7 +125,7 @@ def test_steps_over_fixed_tensors_are_tried_where_the_run_takes_them(moves, monk
     monkeypatch.setattr(StaticSteps, "logits", by_batch)
     assert phase(policy, shapes) == ("sampling" if moves else None)
     assert made
-    layout._try_largest(policy, shapes)
+    made_up_rounds._try_largest(policy, shapes)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
@@ -165,7 +164,7 @@ def test_a_model_to_which_padding_is_text_is_refused(steps: bool) -> None:
 
     check(policy, shapes_of())
     policy.network.register_forward_pre_hook(without_mask, with_kwargs=True)
-    layout._KNOWN.clear()
+    made_up_rounds._KNOWN.clear()
     with pytest.raises(DprlhfError, match="LlamaForCausalLM gives a token other probabilities"):
         check(policy, shapes_of())
 
@@ -231,7 +230,7 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = save_sharp(tmp_path / "model")
     settings = run_settings(model, rounds=1)
     dprlhf.train(**settings, output_dir=tmp_path / "run")
-    monkeypatch.setattr(layout, "_KNOWN", set())
+    monkeypatch.setattr(made_up_rounds, "_KNOWN", set())
     monkeypatch.setattr(made_up_rounds, "decode", out_of_memory)
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):

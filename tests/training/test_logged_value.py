@@ -13,7 +13,7 @@ import dprlhf
 from dprlhf import DprlhfError
 from dprlhf.errors import InterruptedRunError
 from dprlhf.runs.report import write_report
-from dprlhf.training.logged_value import LoggedValue, Value, least, of_users
+from dprlhf.training.feedback import LoggedValue, Value, least, of_users
 from helpers.stages import logs, stage_of_logs
 
 Array = NDArray[np.float64]

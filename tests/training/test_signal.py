@@ -9,8 +9,7 @@ import torch
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Optimizer
 from dprlhf.training.choices import Signal, cosines
-from dprlhf.training.prediction import Travel, reward_model, travel
-from dprlhf.training.signal import mean_product, signal_of
+from dprlhf.training.planner import Travel, mean_product, reward_model, signal_of, travel
 
 
 def drawn(users=400, dimension=20, signal=0.3, seed=0):

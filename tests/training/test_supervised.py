@@ -32,9 +32,8 @@ from dprlhf.rollout import Responses, sample
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers, encode_pairs
 from dprlhf.training.dry_run import dry_run_stage, explain
-from dprlhf.training.example_tokens import split_row
-from dprlhf.training.supervised_rows import made_up_rows
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task
+from dprlhf.training.supervised import made_up_rows
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, split_row
 from dprlhf.training.trainer import rehearse_end
 from helpers import stages, tiny
 from helpers.rounds import flat_gradient

@@ -10,7 +10,7 @@ import torch
 import trl
 
 from dprlhf.recipe import Recipe
-from dprlhf.training.recipe_plan import plan_of
+from dprlhf.training.build import plan_of
 from dprlhf.trl import PrivateGRPOConfig, PrivateRLOOConfig
 from dprlhf.trl.mapping import recipe_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from dprlhf import DprlhfError
 from dprlhf.recipe import Recipe, load_recipe
-from dprlhf.training.measures import RewardEstimate
+from dprlhf.training.evaluate import RewardEstimate
 from dprlhf.tuning import search
 from dprlhf.tuning.public_rows import PublicRows, public_rows
 from dprlhf.tuning.search import Search

@@ -14,7 +14,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, sample
-from dprlhf.rollout.sampling import log_ratio_to_base
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import find_update
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.npg import response_examples

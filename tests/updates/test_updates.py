@@ -20,8 +20,8 @@ from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses, sampling
-from dprlhf.rollout.sampling import log_ratio_to_base
+from dprlhf.rollout import Responses, logprobs
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import UPDATES
 from dprlhf.updates.baselines import BASELINES, paired
 from dprlhf.updates.pg import (
@@ -259,7 +259,7 @@ def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12, shif
     responses, answers = combinations(k, from_base)
     ratio = np.ones(len(answers))
     if shift is not None and largest is not None:
-        sampled = sampling.token_logprobs(policy, responses, 1000)
+        sampled = logprobs.token_logprobs(policy, responses, 1000)
         sampled[:, 0] += shift[answers]
         given = dataclasses.replace(responses, sampled=sampled)
         ratio = sampler_ratio(policy, given, batch_size=1000)
@@ -315,9 +315,9 @@ def test_the_ratio_takes_away_what_another_sampler_shifts(small, rewards, truth,
 
 def off_by(policy: CausalLMPolicy, responses: Responses, gaps: list[float]) -> Responses:
     """The rows as vLLM samples them whose log-probabilities are off by this much for each user."""
-    sampled = sampling.token_logprobs(policy, responses, 100)
+    sampled = logprobs.token_logprobs(policy, responses, 100)
     with policy.base():
-        of_base = sampling.token_logprobs(policy, responses, 100)
+        of_base = logprobs.token_logprobs(policy, responses, 100)
     sampled = np.where(responses.from_base[:, None], of_base, sampled)
     sampled[:, 0] += np.array(gaps)[responses.user]
     return dataclasses.replace(responses, sampled=sampled)

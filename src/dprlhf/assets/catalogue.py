@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dprlhf.assets.answers import build_private_answers
-from dprlhf.assets.communities import (
-    build_balanced_reviews,
-    build_community,
-    build_house_style,
-)
+from dprlhf.assets.communities import build_balanced_reviews, build_community, build_house_style
 from dprlhf.assets.sentiment import train_sentiment
 from dprlhf.assets.voices import build_voices
 from dprlhf.errors import DprlhfError, extra

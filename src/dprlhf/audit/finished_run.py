@@ -15,7 +15,7 @@ from dprlhf.recipe import AnyRecipe, load_any_recipe
 from dprlhf.runs.card import note_audit, read_card
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
-from dprlhf.training.recipe_plan import plan_of
+from dprlhf.training.build import plan_of
 
 
 def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:

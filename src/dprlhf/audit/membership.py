@@ -20,9 +20,9 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.training.evaluate import evaluate
-from dprlhf.training.example_tokens import pack, split_row
+from dprlhf.training.tasks import pack, split_row
 
 Array = NDArray[np.float64]
 

@@ -86,8 +86,8 @@ HISTORIES = Table(
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("reservations", String, nullable=False, unique=True),  # "1,4,7", increasing
 )
-"""The sets of reservations that users have; those with the same set share a row, so that their joint
-cost is composed once. A reservation moves each of its users to another row."""
+"""The sets of reservations that users have; those with the same set share a row: their joint cost
+is composed once. A reservation moves each of its users to another row."""
 
 PEOPLE = Table(
     "dprlhf_people",

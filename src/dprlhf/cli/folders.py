@@ -127,7 +127,7 @@ def erase(
 
     Prints what the released rounds can still reveal of all who have withdrawn so far.
     """
-    from dprlhf.runs.model_card import percent
+    from dprlhf.runs.card import percent
     from dprlhf.runs.withdrawal import STATEMENTS
     from dprlhf.runs.withdrawal import erase as withdraw
 

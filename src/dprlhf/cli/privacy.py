@@ -118,7 +118,7 @@ def privacy_noise(
     from dprlhf.privacy.max_guess import plan_within
     from dprlhf.privacy.plan import make_plan
     from dprlhf.privacy.risk import risk
-    from dprlhf.runs.model_card import percent
+    from dprlhf.runs.card import percent
 
     if (epsilon is None) == (max_guess is None):
         raise DprlhfError("give one of --epsilon and --max-guess")
@@ -228,8 +228,8 @@ def privacy_risk(
     from dprlhf.privacy.gaussian import upwards
     from dprlhf.privacy.plan import json_ready
     from dprlhf.privacy.risk import risk
+    from dprlhf.runs.card import hit_rates, percent
     from dprlhf.runs.earlier import risk_of, total_of_runs
-    from dprlhf.runs.model_card import hit_rates, percent
 
     if runs:
         records, _ = total_of_runs(runs, delta=delta)

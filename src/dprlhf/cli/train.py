@@ -17,7 +17,7 @@ from dprlhf.errors import DprlhfError, one_line
 
 def show(result: Any) -> None:
     """Print a finished run: some continuations, the guarantee, the reward before and after."""
-    from dprlhf.runs.model_card import guarantee_sentence
+    from dprlhf.runs.card import guarantee_sentence
 
     if int(os.environ.get("RANK", "0")):
         return
@@ -64,7 +64,7 @@ def measured(result: Any) -> list[str]:
 
 def show_stage(result: Any) -> None:
     """Print a finished supervised stage: the guarantee, the public loss, and the model folder."""
-    from dprlhf.runs.model_card import guarantee_sentence
+    from dprlhf.runs.card import guarantee_sentence
 
     if int(os.environ.get("RANK", "0")):
         return

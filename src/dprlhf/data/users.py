@@ -28,13 +28,7 @@ from dprlhf.data.columns import (
     is_text,
 )
 from dprlhf.data.messages import TEMPLATE_COLUMNS
-from dprlhf.data.spelling import (
-    hash_of,
-    known_as,
-    plain,
-    undo_arrow_unification,
-    written,
-)
+from dprlhf.data.spelling import hash_of, known_as, plain, undo_arrow_unification, written
 from dprlhf.errors import EXITS, DprlhfError
 
 LOOKED_AT = 20_000

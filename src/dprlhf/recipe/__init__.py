@@ -34,24 +34,8 @@ from dprlhf.recipe.policy import ADAPTERS, Adapter, Policy, Source
 from dprlhf.recipe.privacy import Privacy
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Subspace
 from dprlhf.recipe.rl import Recipe
-from dprlhf.recipe.sections import (
-    KL,
-    Agent,
-    Evaluation,
-    Optimizer,
-    Reward,
-    Rollout,
-    Tracking,
-)
-from dprlhf.recipe.updates import (
-    GRPO,
-    NPG,
-    PG,
-    PPO,
-    REBEL,
-    UPDATE_SETTINGS,
-    Update,
-)
+from dprlhf.recipe.sections import KL, Agent, Evaluation, Optimizer, Reward, Rollout, Tracking
+from dprlhf.recipe.updates import GRPO, NPG, PG, PPO, REBEL, UPDATE_SETTINGS, Update
 
 if TYPE_CHECKING:
     from dprlhf.recipe.plugins import UpdatePlugin, update_plugin

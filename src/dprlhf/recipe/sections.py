@@ -234,7 +234,7 @@ MEASURES = (
     "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
     "perplexity",
 )  # fmt: skip
-"""Names of the built-in measures of responses (:mod:`dprlhf.training.measures`)."""
+"""Names of the built-in measures of responses (:mod:`dprlhf.training.evaluate`)."""
 
 _LABELS = {
     "response_tokens": "tokens in a response",

@@ -11,13 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt

@@ -13,14 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dprlhf import recipe
-from dprlhf.data.given_rewards import (
-    BY_TURN,
-    PER_USER,
-    GivenReward,
-    declares,
-    is_model,
-    rewards_of,
-)
+from dprlhf.data.given_rewards import BY_TURN, PER_USER, GivenReward, declares, is_model, rewards_of
 from dprlhf.errors import DprlhfError, missing_path
 from dprlhf.rewards.reward import (
     LoadedReward,

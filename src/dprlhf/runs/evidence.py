@@ -24,11 +24,18 @@ from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.ledger import Entry, read_opened
 from dprlhf.privacy.plan import delta_warning, epsilon_warning, json_ready
 from dprlhf.recipe import AnyRecipe, Source, load_any_recipe
-from dprlhf.runs.card import read_card, software_version
+from dprlhf.runs.card import (
+    audits_on,
+    guarantee_sentence,
+    hit_rates,
+    in_plain_words,
+    percent,
+    read_card,
+    software_version,
+)
 from dprlhf.runs.checkpoint import last_checkpoint
 from dprlhf.runs.earlier import Record, records_of, risk_of, total_of
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
-from dprlhf.runs.model_card import audits_on, guarantee_sentence, hit_rates, in_plain_words, percent
 from dprlhf.runs.opening import recipe_digest
 
 
@@ -240,7 +247,7 @@ def write_evidence(
         "assumptions": list(records.card.get("assumptions", [])),
         "files": hashes(records.folder),
     }
-    source = resources.files("dprlhf").joinpath("runs/evidence/page.html.j2").read_text("utf-8")
+    source = resources.files("dprlhf").joinpath("runs/evidence.html.j2").read_text("utf-8")
     page = jinja2.Template(source, autoescape=True, undefined=jinja2.StrictUndefined).render(
         s=statement
     )

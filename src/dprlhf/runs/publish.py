@@ -13,11 +13,10 @@ from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import hush_libraries, pinned
 from dprlhf.policies.adapters import merged, quiet_peft
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, load_any_recipe
-from dprlhf.runs.card import carried_with, read_card
+from dprlhf.runs.card import carried_with, model_card, read_card
 from dprlhf.runs.earlier import Record, check_lineage_of_objects, records_of
 from dprlhf.runs.folder import RunFolder, replaced_folder
 from dprlhf.runs.lineage import FILE, attach
-from dprlhf.runs.model_card import model_card
 from dprlhf.runs.opening import how_to_continue
 
 

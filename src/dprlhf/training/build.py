@@ -14,24 +14,28 @@ import shutil
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
 
 from dprlhf import budget
 from dprlhf.data.columns import person_column
-from dprlhf.data.in_memory import InMemoryInputs, rows_of
+from dprlhf.data.in_memory import InMemoryInputs, R, rows_of
 from dprlhf.data.public import check_form, guides, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import EXITS, DprlhfError, InterruptedRunError
-from dprlhf.hardware import default_torch_state
+from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import hush_libraries
 from dprlhf.policies.optimizers import make_optimizer
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import opened_terms
 from dprlhf.privacy.partition import allocate
-from dprlhf.recipe import AnyRecipe, experimental, without_effect
+from dprlhf.privacy.plan import Plan, check_promise, make_plan
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, experimental, without_effect
 from dprlhf.rewards.isolation import captured
 from dprlhf.runs.budget import NO_BOOK, follow, reserve
 from dprlhf.runs.card import released_dimension
@@ -56,12 +60,77 @@ from dprlhf.runs.opening import (
     present,
     uncounted,
 )
-from dprlhf.training.layout import check_layout
+from dprlhf.training.made_up_rounds import check_layout
 from dprlhf.training.processes import Processes
 from dprlhf.training.progress import Progress
-from dprlhf.training.recipe_plan import plan_of_run, resolve_dtype
 from dprlhf.training.run import PreparedRun, Run, Stage
 from dprlhf.training.trainer import rehearse_end
+
+
+def resolve_dtype(recipe: R, sources: InMemoryInputs) -> R:
+    """Settle the dtype, so that a resumed run computes as it did before.
+
+    It is the machine's choice; of a model that was given in Python, that of its weights.
+    """
+    if recipe.policy.dtype != "auto":
+        return recipe
+    dtype = str(native_dtype()).removeprefix("torch.")
+    if recipe.classifier:
+        dtype = "float32"
+    elif recipe.policy.model_name_or_path == IN_MEMORY and sources.policy is not None:
+        own = sources.policy.network.get_input_embeddings().weight.dtype
+        dtype = "bfloat16" if own == torch.bfloat16 else "float32"
+    trained = recipe.policy.model_copy(update={"dtype": dtype})
+    return cast(R, recipe.model_copy(update={"policy": trained}))
+
+
+def plan_of_run(
+    recipe: AnyRecipe, users: Users, opened: Mapping[str, Any], sources: InMemoryInputs
+) -> Plan:
+    """Return the plan of a private run, or that of a run on stand-ins, which states no ε."""
+    if sources.stand_in_plan is None:
+        return plan_of(recipe, users, opened)
+    plan = sources.stand_in_plan(recipe)
+    if plan.private or plan.users != users.count:
+        raise ValueError(
+            "the plan of a run on stand-ins is for its own users and states no epsilon"
+        )
+    return plan
+
+
+def plan_of(
+    recipe: AnyRecipe, users: Users | int, opened: Mapping[str, Any] = MappingProxyType({})
+) -> Plan:
+    """Return the privacy plan of a recipe of any stage.
+
+    ``opened`` has the terms that the ledger of a continued run states, whose adjacency, noise and ε
+    it keeps; a new run has none.
+    """
+    privacy = recipe.privacy
+    stated = opened.get("adjacency")
+    if stated is None:
+        check_promise(privacy.adjacency)
+    settings: dict[str, Any] = {
+        "users": users if isinstance(users, int) else users.count,
+        "rounds": recipe.rounds,
+        "delta": privacy.delta,
+        "clip_norm": recipe.update.clip_norm,
+        "partition": privacy.partition,
+        "adjacency": stated or privacy.adjacency,
+        "participations": privacy.participations,
+        "releases_per_round": recipe.update.releases,
+        "bands": privacy.bands,
+    }
+    if opened and privacy.max_guess is not None:
+        # The search for the noise may end elsewhere on another processor: the stated one stays.
+        privacy = privacy.asking(noise_multiplier=opened["noise_multiplier"])
+    if privacy.max_guess is None:
+        settings |= {"epsilon": privacy.epsilon, "noise_multiplier": privacy.noise_multiplier}
+        return make_plan(**settings).continued(opened)
+    from dprlhf.privacy.max_guess import plan_within
+
+    return plan_within(privacy.max_guess, **settings).continued(opened)
+
 
 Callback = Callable[[dict[str, Any]], None] | Any
 """A function of a round's metrics, or a ``transformers.TrainerCallback``."""

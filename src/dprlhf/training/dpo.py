@@ -21,9 +21,9 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import log_ratio_to_base
-from dprlhf.training.example_tokens import end_token, in_common, pack, split_row
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.training.supervised import Supervised
+from dprlhf.training.tasks import end_token, in_common, pack, split_row
 
 Array = NDArray[np.float64]
 

@@ -25,13 +25,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import PPO, Recipe
-from dprlhf.rewards import (
-    LoadedReward,
-    RewardSummary,
-    Scorer,
-    Scores,
-    load_rewards,
-)
+from dprlhf.rewards import LoadedReward, RewardSummary, Scorer, Scores, load_rewards
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.reward import RoundState
 from dprlhf.rewards.scoring import score_private
@@ -39,22 +33,20 @@ from dprlhf.rollout import Responses, keeps_outputs, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
 from dprlhf.training.evaluate import (
+    Comparison,
     Evaluated,
+    PolicyEstimate,
+    RewardEstimate,
+    as_metrics,
     compared,
     comparison_metrics,
+    drift_warnings,
     evaluate,
     figures,
     first_samples,
     samples,
 )
 from dprlhf.training.made_up_rounds import Shapes
-from dprlhf.training.measures import (
-    Comparison,
-    PolicyEstimate,
-    RewardEstimate,
-    as_metrics,
-    drift_warnings,
-)
 from dprlhf.training.policy_setup import (
     load_policy_of,
     start_adapter,
@@ -165,7 +157,7 @@ class Reinforcement:
     def check_policy(self, users: Users, policy: CausalLMPolicy) -> None:
         """Refuse a tokenizer without a template, or a policy too large for the recipe's oracle."""
         if users.conversations:
-            from dprlhf.training.example_tokens import check_template
+            from dprlhf.training.tasks import check_template
 
             check_template(self.recipe.data, users, policy)
         if self.agent is not None and "chat_template_kwargs" in users.column_names:

@@ -1,13 +1,16 @@
-"""The steps around a round in every stage: remaining rounds, users, gate, checkpoint, metrics."""
+"""The steps around a round in every stage: remaining rounds, users, gate, checkpoint, Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, cast
+from types import FrameType, TracebackType
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -21,8 +24,56 @@ from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.runs.checkpoint import load_checkpoint, save_checkpoint
 from dprlhf.runs.earlier import Record, records_in
 from dprlhf.runs.folder import JsonLines, append_secret
-from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.run import Outcome, Run
+
+
+class Interruptible:
+    """Ctrl-C at a safe point: between charges at once, within a charge after it is saved.
+
+    Turns SIGINT and SIGTERM into ``KeyboardInterrupt`` at a tick, or when the block ends. Raising
+    inside a write would leave half a line. Outside the main thread nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._deferred = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._pending and kind is None:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending = True
+
+    def defer(self) -> None:
+        """Raise an interrupt that is pending, and defer later ones to the end of the block."""
+        if self._pending:
+            raise KeyboardInterrupt
+        self._deferred = True
+
+    def checked(self, tick: Callable[[int], None]) -> Callable[[int], None]:
+        """Return ``tick`` with a check for an interrupt after it."""
+
+        def check(rows: int) -> None:
+            tick(rows)
+            if self._pending and not self._deferred:
+                raise KeyboardInterrupt
+
+        return check
 
 
 def remaining_rounds(run: Run) -> Iterator[int]:

@@ -23,14 +23,13 @@ from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe import AnyRecipe, Recipe, dump_recipe
 from dprlhf.rewards.isolation import without_warnings
 from dprlhf.rollout.made_up import random_adapter
-from dprlhf.runs.card import audits_of, carried_with, privacy_card
+from dprlhf.runs.card import audits_of, carried_with, model_card, privacy_card
 from dprlhf.runs.earlier import Record
 from dprlhf.runs.folder import RunFolder, replaced_folder, write_json
 from dprlhf.runs.lineage import attach
-from dprlhf.runs.model_card import model_card
 from dprlhf.runs.opening import runs_beside
-from dprlhf.training.interrupt import Interruptible
 from dprlhf.training.rounds import (
+    Interruptible,
     check_finite,
     gate_for_round,
     log_metrics,

@@ -21,11 +21,13 @@ from dprlhf.runs.opening import check_public
 from dprlhf.training.evaluate import (
     ComputeMetrics,
     Evaluated,
+    PolicyEstimate,
+    RewardEstimate,
+    as_metrics,
     compared,
     comparison_metrics,
     evaluate,
 )
-from dprlhf.training.measures import PolicyEstimate, RewardEstimate, as_metrics
 from dprlhf.trl.logs import as_evaluation, name_of_best
 
 

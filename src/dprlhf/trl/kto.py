@@ -17,8 +17,8 @@ from dprlhf.policies.peft_configs import adapter_of
 from dprlhf.policies.quantization import quantization_of
 from dprlhf.recipe import IN_MEMORY, LoggedFeedback
 from dprlhf.runs.opening import check_public
+from dprlhf.training.evaluate import as_metrics, estimate
 from dprlhf.training.feedback import Reactions
-from dprlhf.training.measures import as_metrics, estimate
 from dprlhf.training.policy_setup import LONGEST_PROMPT
 from dprlhf.training.processes import Processes
 from dprlhf.trl.config import PrivacyFields, setting

@@ -38,15 +38,13 @@ from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import IN_MEMORY, Data
 from dprlhf.rewards.loading import load_rewards
-from dprlhf.runs.card import carried_with
+from dprlhf.runs.card import carried_with, guarantee_sentence, model_card
 from dprlhf.runs.earlier import records_of
 from dprlhf.runs.folder import JsonLines, RunFolder
 from dprlhf.runs.lineage import attach
-from dprlhf.runs.model_card import guarantee_sentence, model_card
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
-from dprlhf.training.evaluate import Evaluated
-from dprlhf.training.measures import as_metrics
+from dprlhf.training.evaluate import Evaluated, as_metrics
 from dprlhf.training.policy_setup import with_prompt_width
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Run
@@ -54,6 +52,7 @@ from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import (
     adapter_in,
     function_of,
+    in_trls_words,
     means_of,
     names_of,
     parts_of,
@@ -71,7 +70,6 @@ from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, pu
 from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
 from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
 from dprlhf.trl.resuming import continued
-from dprlhf.trl.words import in_trls_words
 
 C = TypeVar("C", bound=PrivacyFields)
 

@@ -17,6 +17,7 @@ import numpy as np
 from dprlhf.errors import DprlhfError, extra
 from dprlhf.recipe import Recipe
 from dprlhf.runs.opening import recipe_digest
+from dprlhf.tuning.evidence import Tuned, changes_key, changes_text, ranked
 from dprlhf.tuning.public_rows import PublicRows
 from dprlhf.tuning.space import Parameter, draw, with_settings
 from dprlhf.tuning.stand_in import (
@@ -26,7 +27,6 @@ from dprlhf.tuning.stand_in import (
     count_users,
     run_stand_ins,
 )
-from dprlhf.tuning.tried import Tuned, changes_key, changes_text, ranked
 
 SEARCH_SHARE = 2 / 3
 """Share of the time that is for the search; the rest runs the best ones again."""

@@ -35,11 +35,9 @@ from dprlhf.privacy.accounting import PrivacyCost
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, PublicData, Recipe
 from dprlhf.runs.folder import RunFolder
-from dprlhf.training.build import open_run
+from dprlhf.training.build import open_run, plan_of
 from dprlhf.training.dry_run import dry_run
-from dprlhf.training.evaluate import Evaluated
-from dprlhf.training.measures import RewardEstimate, estimate, measure, token_logs
-from dprlhf.training.recipe_plan import plan_of
+from dprlhf.training.evaluate import Evaluated, RewardEstimate, estimate, measure, token_logs
 from dprlhf.training.run import Run
 from dprlhf.training.trainer import run_rounds
 from dprlhf.tuning.public_rows import PublicRows

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import Array
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights, sampler_ratios
 from dprlhf.updates.round import PrivateRound
 

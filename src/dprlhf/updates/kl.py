@@ -14,7 +14,7 @@ import numpy as np
 
 from dprlhf import recipe
 from dprlhf.rewards import Scores
-from dprlhf.rollout.sampling import Array
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.round import PrivateRound
 
 

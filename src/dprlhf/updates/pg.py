@@ -31,7 +31,7 @@ from dprlhf.gradients.micro_batches import language_model_rows
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.rewards import Scores
-from dprlhf.rollout.sampling import token_logprobs
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.updates.baselines import BASELINES
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 

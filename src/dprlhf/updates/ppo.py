@@ -40,7 +40,7 @@ from dprlhf.gradients.user_copies import local_copies
 from dprlhf.hardware import repeatable, to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import Array
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.pg import LARGEST_RATIO, round_advantage_weights, sampler_ratios
 from dprlhf.updates.round import PrivateRound
 

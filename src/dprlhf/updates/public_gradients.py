@@ -23,7 +23,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
-from dprlhf.rollout.sampling import base_logprobs
+from dprlhf.rollout.logprobs import base_logprobs
 from dprlhf.updates import find_update
 from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.round import PrivateRound, Terms

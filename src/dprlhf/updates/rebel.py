@@ -40,7 +40,7 @@ from dprlhf import recipe
 from dprlhf.boundary import Private
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
-from dprlhf.rollout.sampling import Array, token_logprobs
+from dprlhf.rollout.logprobs import Array, token_logprobs
 from dprlhf.updates.privls.in_round import Examples, solve
 from dprlhf.updates.round import PrivateRound
 

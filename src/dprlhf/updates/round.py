@@ -32,7 +32,7 @@ from dprlhf.policies.protocol import ExplicitPolicy, Rows
 from dprlhf.privacy.plan import Plan
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
-from dprlhf.rollout.sampling import log_ratio_to_base
+from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 if TYPE_CHECKING:

@@ -36,13 +36,7 @@ from typing import ClassVar
 import torch
 
 from dprlhf.errors import DprlhfError
-from dprlhf.updates.privls.oracle import (
-    Release,
-    bounded_rows,
-    check_positive,
-    predictions,
-    project,
-)
+from dprlhf.updates.privls.oracle import Release, bounded_rows, check_positive, predictions, project
 
 
 @dataclass(frozen=True)

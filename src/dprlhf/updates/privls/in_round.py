@@ -29,7 +29,7 @@ from dprlhf.boundary import Private, Read, Released, post_process
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.protocol import Rows
-from dprlhf.rollout.sampling import Array
+from dprlhf.rollout.logprobs import Array
 from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
 from dprlhf.updates.privls.oracle import Contribution, project
 from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION, SufficientStatistics
