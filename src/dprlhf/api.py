@@ -12,7 +12,7 @@ from dprlhf.data.given_rewards import is_model
 from dprlhf.data.in_memory import InMemoryInputs, Reward, recipe_of
 from dprlhf.errors import DprlhfError, MissingPathError
 from dprlhf.policies.adapters import adapter_rollback
-from dprlhf.policies.opacus import without_wrapper
+from dprlhf.policies.loading import without_wrapper
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, open_run
@@ -101,7 +101,7 @@ def train(
     elif isinstance(model, os.PathLike):
         flat["model"] = os.fspath(model)
     if peft_config is not None and recipe is None:
-        from dprlhf.policies.peft_configs import adapter_of
+        from dprlhf.policies.configs import adapter_of
 
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:

@@ -24,7 +24,7 @@ from dprlhf.audit import (
     roc,
 )
 from dprlhf.audit.canaries import prompt_run
-from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.guesses import log_likelihood_ratio
 from dprlhf.cli.app import app
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients import clipping

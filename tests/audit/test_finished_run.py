@@ -24,7 +24,7 @@ NOTED: list[dict[str, Any]] = []
 def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
     NOTED.clear()
     monkeypatch.setattr(
-        "dprlhf.audit.finished_run.note_audit", lambda folder, found: NOTED.append(found)
+        "dprlhf.audit.one_run.note_audit", lambda folder, found: NOTED.append(found)
     )
 
 

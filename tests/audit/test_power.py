@@ -88,7 +88,7 @@ def test_bounds_come_near_the_claim() -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_right_guesses_are_as_many_as_the_plan_allows_and_no_more(partition: str) -> None:
     """The share of right guesses is (1 + δ(0))/2, which is what the bound rests on."""
-    from dprlhf.audit.likelihood import log_likelihood_ratio
+    from dprlhf.audit.guesses import log_likelihood_ratio
 
     plan = plan_of(partition, NOISE[partition][0])
     observed, noise, included, known = simulate(plan, 4000, np.random.default_rng(0))

@@ -9,10 +9,9 @@ import torch
 from scipy.stats import kstest
 
 from dprlhf.audit.canaries import prompt_run
-from dprlhf.audit.guesses import readings_refute
-from dprlhf.audit.likelihood import log_likelihood_ratio
+from dprlhf.audit.guesses import log_likelihood_ratio, readings_refute
 from dprlhf.audit.one_run import audit
-from dprlhf.audit.prompt_readings import PromptReadings
+from dprlhf.audit.watched_gate import PromptReadings
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Recipe, make_recipe

@@ -14,10 +14,8 @@ from torch import nn
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
-from dprlhf.gradients.engine_check import check_padding, choose_engine
-from dprlhf.gradients.layers import UnknownLayerError
-from dprlhf.gradients.micro_batches import engine_of, user_gradients
-from dprlhf.gradients.per_user import PerUserGradients
+from dprlhf.gradients.micro_batches import check_padding, choose_engine, engine_of, user_gradients
+from dprlhf.gradients.per_user import PerUserGradients, UnknownLayerError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter

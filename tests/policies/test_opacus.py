@@ -5,7 +5,7 @@ import torch
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dprlhf.policies.opacus import without_wrapper
+from dprlhf.policies.loading import without_wrapper
 from helpers import tiny
 
 

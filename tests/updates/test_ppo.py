@@ -12,14 +12,13 @@ import torch
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.gradients.subspace import Subspace
-from dprlhf.gradients.user_copies import local_copies
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES, PrivateRound
 from dprlhf.updates.pg import LARGEST_RATIO
-from dprlhf.updates.ppo import ppo, project
+from dprlhf.updates.ppo import local_copies, ppo, project
 from dprlhf.updates.public_gradients import public_gradients
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny

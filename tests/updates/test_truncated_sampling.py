@@ -16,11 +16,11 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import find_update
-from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.npg import response_examples
 from dprlhf.updates.pg import advantage_weights
 from dprlhf.updates.ppo import LOCAL_LEARNING_RATE
 from dprlhf.updates.rebel import loss_weights
+from dprlhf.updates.round import subtract_kl
 from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of

@@ -13,8 +13,8 @@ from dprlhf import recipe
 from dprlhf.rewards import LoadedReward, Scorer, Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
-from dprlhf.updates.kl import subtract_kl
 from dprlhf.updates.ppo import LOCAL_LEARNING_RATE
+from dprlhf.updates.round import subtract_kl
 from helpers.autograd import relative_error
 from helpers.batches import Shape, with_tools
 from helpers.policies import policy_of

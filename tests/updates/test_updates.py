@@ -23,11 +23,12 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, logprobs
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import UPDATES
-from dprlhf.updates.baselines import BASELINES, paired
 from dprlhf.updates.pg import (
+    BASELINES,
     LARGEST_RATIO,
     advantage_weights,
     importance_ratio,
+    paired,
     policy_gradient,
     sampler_ratio,
 )

@@ -1,8 +1,7 @@
 """Privacy auditing: attacks that give empirical lower bounds on ε and membership inference."""
 
 from dprlhf.audit.bandit import BanditPolicy
-from dprlhf.audit.bounds import epsilon_lower_bound, largest_tpr
-from dprlhf.audit.finished_run import audit_run
+from dprlhf.audit.guesses import epsilon_lower_bound, largest_tpr
 from dprlhf.audit.judgement import Audit
 from dprlhf.audit.membership import (
     Roc,
@@ -14,7 +13,7 @@ from dprlhf.audit.membership import (
     roc,
     text_logprobs,
 )
-from dprlhf.audit.one_run import audit, audit_plan
+from dprlhf.audit.one_run import audit, audit_plan, audit_run
 
 __all__ = [
     "Audit",

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe as settings
 from dprlhf.audit.bandit import ANSWERS, NOWHERE, BanditPolicy, BanditRewardModel
-from dprlhf.audit.prompt_readings import MOST_VALUES, PromptReadings
-from dprlhf.audit.watched_gate import Seen, WatchedGate, values_tested
+from dprlhf.audit.watched_gate import MOST_VALUES, PromptReadings, Seen, WatchedGate, values_tested
 from dprlhf.boundary import Private, open_private
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.errors import DprlhfError

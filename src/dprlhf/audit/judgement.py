@@ -13,19 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.audit.bounds import chance_of_right, epsilon_lower_bound
 from dprlhf.audit.canaries import AuditRecord
 from dprlhf.audit.guesses import (
     bound_from_guesses,
     bound_from_noise,
+    chance_of_right,
+    epsilon_lower_bound,
     fewest_right,
     is_exact,
+    log_likelihood_ratio,
+    matched,
     planned_guesses,
     readings_refute,
     right_guesses,
     surest_guesses,
 )
-from dprlhf.audit.likelihood import log_likelihood_ratio, matched
 from dprlhf.audit.noise_tests import SENTENCES, SHARES, in_units, noise_tests
 from dprlhf.privacy.plan import json_ready
 

@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from dprlhf import recipe
-from dprlhf.audit.bounds import check_confidence, epsilon_lower_bound
-from dprlhf.audit.guesses import planned_guesses, surest_guesses
+from dprlhf.audit.guesses import (
+    check_confidence,
+    epsilon_lower_bound,
+    planned_guesses,
+    surest_guesses,
+)
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy

@@ -7,7 +7,7 @@ coordinate, which the audit knows, is tested (:mod:`dprlhf.audit.noise_tests`). 
 space, on a small model, each canary moves one known coordinate of a release by S, as the strongest
 adversary would. In ``prompt`` space, on the recipe's own model, a canary is a unique prompt whose
 reward depends on a hash of the prompt and the response's first letter, and is read along a
-direction of its own (:mod:`dprlhf.audit.prompt_readings`). Of the released policy alone, and where
+direction of its own (:mod:`dprlhf.audit.watched_gate`). Of the released policy alone, and where
 noise is correlated, a user has several rounds, or a regression is released, the bound is that of
 Steinke et al. 2023 (arXiv 2305.08846, Theorem 5.2), which no dependence invalidates.
 
@@ -21,24 +21,29 @@ import math
 import secrets
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dprlhf.audit.bounds import check_confidence
 from dprlhf.audit.canaries import gradient_run, prompt_run, vector_run
-from dprlhf.audit.guesses import noise_refuted
+from dprlhf.audit.guesses import check_confidence, noise_refuted
 from dprlhf.audit.judgement import GUESSES_SHARE, Audit, judge
 from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import values_tested
 from dprlhf.errors import DprlhfError
+from dprlhf.privacy.accounting import equal_but_for_rounding
 from dprlhf.privacy.gaussian import downwards, upwards
+from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.plan import Plan
 from dprlhf.privacy.relations import Space
-from dprlhf.recipe import AnyRecipe, Recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
+from dprlhf.runs.card import note_audit, read_card
 from dprlhf.runs.folder import RunFolder, time_stamp, write_json
+from dprlhf.runs.opening import recipe_digest
+from dprlhf.training.build import plan_of
 
 Array = NDArray[np.float64]
 Bits = NDArray[np.bool_]
@@ -204,3 +209,52 @@ def _check_options(recipe: AnyRecipe, canaries: int, space: str, folder: Path) -
         raise DprlhfError(
             f"--space prompt plants rewards, and stage {recipe.stage} has none: use gradient"
         )
+
+
+def audit_run(run: str | Path, folder: str | Path, **options: Any) -> Audit:
+    """Audit the ε of a finished run of any stage, as :func:`audit` does; add it to its card."""
+    # The canaries take part in a new run with the noise multiplier of the finished run's ledger.
+    audited = RunFolder(Path(run))
+    audited.require()
+    recipe = load_any_recipe(audited.recipe)
+    if not audited.privacy.is_file() or not audited.policy.is_dir():
+        raise DprlhfError(f"{run}: not finished; finish it first with: dprlhf resume {run}")
+    read_card(audited)  # a damaged one could not state what the audit found
+    result = audit(_as_recorded(recipe, audited), folder, **options)
+    note_audit(audited, result.as_dict())
+    return result
+
+
+def _as_recorded(recipe: AnyRecipe, run: RunFolder) -> AnyRecipe:
+    """Return a run's recipe with the noise of its ledger, where both make the same plan."""
+    # The search for the noise of an ε may end elsewhere in another version.
+    if not run.ledger.is_file():
+        raise DprlhfError(f"{run.ledger}: missing; what this run was planned with is not known")
+    terms = read_opened(run.ledger)[0].body
+    if recipe_digest(recipe) != terms.get("recipe_sha256"):
+        raise DprlhfError(
+            f"{run.recipe}: not the recipe that its ledger was opened with, so an audit of it would"
+            " say nothing about this run; put the recipe back"
+        )
+    stated = recipe.privacy.asking(noise_multiplier=terms.get("noise_multiplier"))
+    made = recipe.model_copy(update={"privacy": stated})
+    _check_same_plan(made, terms, run)
+    return made
+
+
+def _check_same_plan(recipe: AnyRecipe, terms: dict[str, Any], run: RunFolder) -> None:
+    """Refuse a recipe whose plan is not the one that a ledger opened with."""
+    try:
+        users = int(terms["users"])
+    except (KeyError, TypeError, ValueError):
+        raise DprlhfError(f"{run.ledger}: its first entry does not state the run's plan") from None
+    plan = plan_of(recipe, users)
+    planned = plan.terms()
+    for name in (*asdict(plan.mechanism), "delta", "epsilon"):
+        stated = terms.get(name)
+        if not equal_but_for_rounding(stated, planned.get(name)):
+            raise DprlhfError(
+                f"{run.ledger}: the ledger records {name} {stated}, and the recipe with the"
+                f" ledger's noise multiplier {terms['noise_multiplier']} makes {planned[name]}; a"
+                " run that another version of dprlhf planned is audited with that version"
+            )

@@ -351,9 +351,8 @@ def audit(
     The private data are not read, and no run is charged. Exit status 1: the guarantee is refuted;
     3: so few canaries cannot refute it.
     """
-    from dprlhf.audit.finished_run import audit_run
     from dprlhf.audit.one_run import audit as attack
-    from dprlhf.audit.one_run import audit_folder, report
+    from dprlhf.audit.one_run import audit_folder, audit_run, report
     from dprlhf.recipe import load_any_recipe
 
     if recipe.is_dir() and overrides:

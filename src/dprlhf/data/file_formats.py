@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf.data.columns import is_text
-from dprlhf.data.json_text import conversation_in
+from dprlhf.data.json_files import conversation_in
 from dprlhf.errors import BrokenLinesError
 
 Read = Callable[[Sequence[str], Collection[str]], Any]

@@ -11,7 +11,7 @@ import numpy as np
 
 from dprlhf.data.file_formats import FORMATS, MESSAGES, lines_of
 from dprlhf.data.in_memory import rows_of
-from dprlhf.data.json_text import conversation_in
+from dprlhf.data.json_files import conversation_in
 from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import BrokenLinesError, DprlhfError

@@ -1,10 +1,12 @@
-"""Loads a base model through transformers, and puts the trained part on it."""
+"""Loads a base model through transformers or takes a given one, and puts the trained part on it."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
@@ -79,7 +81,7 @@ def _base_of(spec: recipe.Policy) -> Any:
     settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
     dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if spec.quantization is not None:
-        from dprlhf.policies.quantization import quantization_config
+        from dprlhf.policies.configs import quantization_config
 
         settings["quantization_config"] = quantization_config(spec.quantization, dtype)
     model, loading = AutoModelForCausalLM.from_pretrained(
@@ -138,3 +140,18 @@ def _choose_padding(tokenizer: Any, vocabulary: int) -> None:
         "the tokenizer has no padding token that the model knows, and no end-of-sequence token to"
         " use in its place: set tokenizer.eos_token"
     )
+
+
+def without_wrapper(model: Any) -> Any:
+    """Return the model inside ``DataParallel`` or Opacus' ``GradSampleModule``, or the model."""
+    # Opacus' hooks would keep a gradient of each row in memory.
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
+    if not hasattr(model, "to_standard_module"):
+        return model
+    print(
+        "dprlhf: the model comes wrapped by Opacus: if it was trained on rows of users, save it,"
+        " declare that with dprlhf privacy declare, and name its folder under previous",
+        file=sys.stderr,
+    )
+    return model.to_standard_module()

@@ -25,7 +25,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.testing.tiny import tiny_policy
 from dprlhf.updates import PrivateRound
-from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.round import subtract_kl
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Update = Callable[[PrivateRound, Any], None]

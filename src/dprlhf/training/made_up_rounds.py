@@ -35,8 +35,14 @@ from numpy.typing import NDArray
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clip_factors
-from dprlhf.gradients.engine_check import check_padding, choose_engine
-from dprlhf.gradients.micro_batches import engine_of, micro_batches, run_pass, user_gradients
+from dprlhf.gradients.micro_batches import (
+    check_padding,
+    choose_engine,
+    engine_of,
+    micro_batches,
+    run_pass,
+    user_gradients,
+)
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Layout, keep
 from dprlhf.rollout import Responses

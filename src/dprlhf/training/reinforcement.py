@@ -58,7 +58,7 @@ from dprlhf.training.reward_setup import call_size, check_declared, check_reward
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
-from dprlhf.updates.kl import subtract_kl
+from dprlhf.updates.round import subtract_kl
 from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates, ValidShare
 
 if TYPE_CHECKING:

@@ -30,11 +30,10 @@ from dprlhf.data.users import Users
 from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.configs import adapter_of, quantization_of
 from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
-from dprlhf.policies.opacus import without_wrapper
+from dprlhf.policies.loading import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
-from dprlhf.policies.peft_configs import adapter_of
-from dprlhf.policies.quantization import quantization_of
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import IN_MEMORY, Data
 from dprlhf.rewards.loading import load_rewards

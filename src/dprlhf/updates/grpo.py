@@ -18,7 +18,7 @@ Departures from the paper, and why:
   is negative nothing bounds ρ_t, so the weight's ratio is truncated at ``LARGEST_RATIO``.
 - Lengths divide within a user only. A count of the batch's tokens, as other GRPO losses have it
   (arXiv 2503.14476), would couple the users; so would advantages scaled over the batch.
-- The KL penalty is part of the reward (see :mod:`dprlhf.updates.kl`), not of the loss.
+- The KL penalty is part of the reward (see :mod:`dprlhf.updates.round`), not of the loss.
 
 ``scale_rewards: false`` leaves the group's standard deviation out (arXiv 2503.20783): dividing by
 it gives prompts whose responses score almost alike as much weight as the others.

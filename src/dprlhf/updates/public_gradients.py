@@ -25,8 +25,7 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses, Tick
 from dprlhf.rollout.logprobs import base_logprobs
 from dprlhf.updates import find_update
-from dprlhf.updates.kl import subtract_kl
-from dprlhf.updates.round import PrivateRound, Terms
+from dprlhf.updates.round import PrivateRound, Terms, subtract_kl
 from dprlhf.updates.telemetry import TelemetryCoordinates
 
 Vectors = Private[Iterable[tuple[NDArray[np.int64], torch.Tensor]]]

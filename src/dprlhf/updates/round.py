@@ -1,7 +1,8 @@
 """One training round: its users' batch, the private sum over them, and the policy's step.
 
 An update turns the batch into a clipped sum over users, releases it through the gate, and moves the
-policy along what was released; some updates do this several times in a round.
+policy along what was released; some updates do this several times in a round. The KL penalty of
+a recipe is subtracted from the rewards beforehand (:func:`subtract_kl`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, Released, check_released
 from dprlhf.gradients.clipping import (
     MOST_USERS,
@@ -37,6 +39,7 @@ from dprlhf.updates.telemetry import ReleasedReward, TelemetryCoordinates
 
 if TYPE_CHECKING:
     from dprlhf.gradients.subspace import Subspace
+
 
 Array = NDArray[np.float64]
 P = TypeVar("P", bound=CausalLMPolicy | ExplicitPolicy, default=CausalLMPolicy)
@@ -252,3 +255,36 @@ def users_with_valid_scores(responses: Rows, scores: Scores) -> NDArray[np.bool_
     whole = np.bincount(responses.user, scores.valid, minlength=responses.users)
     valid: NDArray[np.bool_] = (rows > 0) & (whole == rows)
     return valid
+
+
+def subtract_kl(round_: PrivateRound, spec: recipe.KL, batch_size: int) -> None:
+    """Subtract the KL penalty from the rewards that the update sees, not from those of telemetry.
+
+    β (log π_t(y|x) − log π_ref(y|x)) is subtracted from the response's own reward, as in RLHF
+    (arXiv 2203.02155) and TRL's RLOO. Its mean over y ~ π_t is β KL(π_t ‖ π_ref), and the policy
+    gradient of the penalised reward is that of E r − β KL: the derivative of the log-ratio itself
+    has mean zero. π_ref is the network with its adapter off. With top-k, top-p or min-p the
+    log-ratio is that of the policies before they are cut, which is finite at every token. The
+    penalty is a function of one user's own rows, so it changes no sensitivity; GRPO, too, has it in
+    the reward and not in its loss.
+    """
+    # Scores are clipped to [−R, R] before, so that the penalty counts even then.
+    if not spec.beta:
+        return
+    bound = round_.telemetry.reward_range
+
+    def less_penalty(scores: Scores, log_ratio: Array) -> Scores:
+        values = penalised(scores.values, log_ratio, spec.beta, bound)
+        returns = scores.returns
+        if returns is not None:
+            each = [penalised(of_turn, log_ratio, spec.beta, bound) for of_turn in returns.T]
+            returns = np.stack(each, 1)
+        return Scores(values, scores.valid, scores.failures, returns=returns)
+
+    round_.scores = round_.scores.map(less_penalty, round_.log_ratio(batch_size, every_row=True))
+
+
+def penalised(rewards: Array, log_ratio: Array, beta: float, bound: float) -> Array:
+    """Return the rewards less the penalty, clipped to [−bound, bound]."""
+    clipped: Array = (rewards - beta * log_ratio.sum(1)).clip(-bound, bound)
+    return clipped

@@ -1,4 +1,4 @@
-"""PEFT's configs as the section ``policy.adapter`` of a recipe, and back."""
+"""PEFT's configs and bitsandbytes' as settings of ``policy``, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from dprlhf.errors import DprlhfError
+import torch
+
+from dprlhf.errors import DprlhfError, extra
 
 _COMMON = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
@@ -121,3 +123,47 @@ def config_of(fields: dict[str, Any], model: Any) -> Any:
         config.fan_in_fan_out = model.config.model_type == "gpt2"
     config.inference_mode = False
     return config
+
+
+def quantization_config(name: str, dtype: torch.dtype) -> Any:
+    """Return transformers' ``BitsAndBytesConfig`` of a recipe's ``policy.quantization``.
+
+    A quantised layer dequantises its weight and multiplies, so a row's output depends on that row
+    alone; LLM.int8()'s columns of outliers do not, and are switched off
+    (:mod:`dprlhf.policies.mixing`). The trained adapter stays in float32 beside it.
+    """
+    from transformers import BitsAndBytesConfig
+
+    with extra("quantization", "policy.quantization"):
+        import bitsandbytes  # noqa: F401 - transformers uses it
+    if name == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    kind, _, double = name.partition("-")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=bool(double),
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def quantization_of(config: Any) -> dict[str, str]:
+    """Return the keys of a recipe's section ``policy`` that stand for a ``BitsAndBytesConfig``."""
+    if config is None:
+        return {}
+    if getattr(config, "load_in_8bit", False):
+        if config.llm_int8_threshold:
+            raise DprlhfError(
+                "quantization_config: LLM.int8() computes a column in 16 bit for all rows of a"
+                " batch where one of them has an outlier, which would couple the users: give"
+                " llm_int8_threshold=0.0, or load_in_4bit=True"
+            )
+        return {"quantization": "int8"}
+    if not getattr(config, "load_in_4bit", False):
+        raise DprlhfError(
+            f"quantization_config: a {type(config).__name__} is not offered: give"
+            " BitsAndBytesConfig(load_in_4bit=True), or load_in_8bit=True, llm_int8_threshold=0.0"
+        )
+    double = "-double" if config.bnb_4bit_use_double_quant else ""
+    dtype = str(config.bnb_4bit_compute_dtype).removeprefix("torch.")
+    return {"quantization": config.bnb_4bit_quant_type + double, "dtype": dtype}
