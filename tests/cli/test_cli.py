@@ -39,6 +39,14 @@ def test_commands_load_heavy_libraries_only_when_they_run() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_a_removed_command_names_what_takes_its_place() -> None:
+    done = dprlhf("bench", "control", "--table", "hz")
+    assert done.returncode == 2
+    assert "bench is gone" in done.stderr
+    assert "python -m papers.control" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 class TestPrivacy:
     def test_noise_keeps_within_epsilon(self) -> None:
         got = answer(
