@@ -30,7 +30,7 @@ from transformers import (
     PrinterCallback,
     Qwen3Config,
     Qwen3ForCausalLM,
-)  # fmt: skip
+)
 
 import dprlhf.trl
 from dprlhf.runs.measurements import Result, write_results

@@ -18,7 +18,7 @@ from helpers.stages import (
     loss_of_trl,
     stage_of,
     wide_policy,
-)  # fmt: skip
+)
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 2}
 PAIRS = [

@@ -28,7 +28,7 @@ from helpers.stages import (
     stage_of_logs,
     user_sums,
     wide_policy,
-)  # fmt: skip
+)
 
 DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
 ROWS = [
