@@ -20,6 +20,7 @@ from dprlhf.privacy.gate import Gate
 from helpers import agents, hostile
 from helpers.marks import slow
 from helpers.runs import ADAPTER, charged
+from helpers.stages import stage_of
 
 LONGEST = 24
 
@@ -153,16 +154,8 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
             rollout=rollout, **{**common, "update": update}, **acting,
         )  # fmt: skip
         return
-    trained = {"model_name_or_path": model, "adapter": ADAPTER}
-    made = {
-        "sft": lambda: recipe.SFTRecipe.model_validate({"policy": trained, **common}),
-        "dpo": lambda: recipe.DPORecipe.model_validate({"policy": trained, **common}),
-        "reward": lambda: recipe.RewardRecipe.model_validate({"policy": trained, **common}),
-        "feedback": lambda: recipe.FeedbackRecipe.model_validate(
-            {"policy": trained, **common, "update": {"batch_size": 8, "value_rounds": 1}}
-        ),
-    }
-    dprlhf.train_stage(made[stage](), quiet=True)
+    common["update"] |= {"value_rounds": 1} if stage == "feedback" else {}
+    dprlhf.train_stage(stage_of(recipe.STAGES[stage], model, **common), quiet=True)
 
 
 @pytest.mark.parametrize("stage", [name if name == "pg" else slow(name) for name in STAGES])

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 import dprlhf
-from dprlhf import DprlhfError, recipe
+from dprlhf import DprlhfError
+from dprlhf.recipe import STAGES
 from dprlhf.runs.evidence import write_evidence
 from dprlhf.runs.publish import merge
 from dprlhf.runs.report import write_report
+from helpers.stages import stage_of
 
 ALWAYS = {
     "recipe.yaml": "every setting, written before the first round",
@@ -40,7 +42,6 @@ SUPERVISED = {
 }
 PUBLIC = [f"the film was {word}" for word in ("good", "bad", "long", "short", "a", "b", "c")]
 DAY = 86_400  # seconds
-DATA = {"path": "in-memory", "user_column": "user"}
 
 
 def unexpected(folder: Path, allowed: dict[str, str]) -> list[str]:
@@ -68,19 +69,10 @@ def reinforced(model: str, folder: Path, **changes: Any) -> Path:
 
 
 def supervised(stage: str, model: str, folder: Path) -> Path:
-    base = {"model_name_or_path": model}
-    common: dict[str, Any] = {
-        "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
-    }  # fmt: skip
-    if stage == "sft":
-        rows = [{"user": f"u{i}", "prompt": f"it {i}", "completion": " aaaa"} for i in range(20)]
-        settings: Any = recipe.SFTRecipe.model_validate({"policy": base, "data": DATA, **common})
-    else:
-        rows = [
-            {"user": f"u{i}", "prompt": f"it {i}", "chosen": " aa", "rejected": " bbbb"}
-            for i in range(20)
-        ]
-        settings = recipe.RewardRecipe.model_validate({"policy": base, "data": DATA, **common})
+    texts = {"completion": " aaaa"} if stage == "sft" else {"chosen": " aa", "rejected": " bbbb"}
+    rows = [{"user": f"u{i}", "prompt": f"it {i}", **texts} for i in range(20)]
+    data = {"path": "in-memory", "user_column": "user"}
+    settings = stage_of(STAGES[stage], model, data=data, rounds=2, output_dir=str(folder))
     dprlhf.train_stage(settings, data=rows[2:], evaluation_data=rows[:2], quiet=True)
     return folder
 

@@ -31,6 +31,7 @@ from dprlhf.training.build import plan_of
 from dprlhf.training.dry_run import dry_run
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, lower_case
+from helpers.stages import stage_of
 
 USERS = 12
 PASSWORD = "hunter2"
@@ -318,15 +319,11 @@ def test_a_password_has_no_place_in_a_recipe(model: str) -> None:
 @pytest.mark.slow
 def test_supervised_stages_reserve_and_audits_on_canaries_do_not(model: str) -> None:
     book = make()
-    stage = recipe.SFTRecipe.model_validate(
-        {
-            "policy": {"model_name_or_path": model, "adapter": ADAPTER},
-            "data": {"path": "in-memory", "max_prompt_tokens": 8, "max_completion_tokens": 8},
-            "privacy": {"noise_multiplier": 8.0, "partition": "fixed"},
-            "rounds": 2,
-            "output_dir": "runs/sft",
-        }
-    )
+    stage = stage_of(
+        recipe.SFTRecipe, model, rounds=2, output_dir="runs/sft",
+        data={"path": "in-memory", "max_prompt_tokens": 8, "max_completion_tokens": 8},
+        privacy={"noise_multiplier": 8.0, "partition": "fixed"},
+    )  # fmt: skip
     rows = [{"prompt": f"user {i} says", "completion": " yes"} for i in range(USERS)]
     dprlhf.train_stage(stage, data=rows, quiet=True)
     assert [(r["stage"], r["users"]) for r in book.read()["reservations"]] == [("sft", USERS)]

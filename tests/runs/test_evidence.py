@@ -21,6 +21,7 @@ from dprlhf.runs.earlier import records_of, total_of
 from dprlhf.runs.evidence import write_evidence
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
+from helpers.stages import people, stage_of
 
 DAY = datetime.date(2026, 11, 23)
 Finished = Callable[[str], Path]
@@ -42,15 +43,9 @@ def reinforced(model: str, folder: Path, **changes: Any) -> None:
 
 
 def supervised(model: str, folder: Path) -> None:
-    made = SFTRecipe.model_validate(
-        {
-            "policy": {"model_name_or_path": model},
-            "rounds": 2, "privacy": {"epsilon": 4.0}, "output_dir": str(folder),
-            "data": {"path": "in-memory", "user_column": "user"},
-        }
-    )  # fmt: skip
-    rows = [{"user": f"u{i}", "prompt": "it was", "completion": " aaaa"} for i in range(20)]
-    dprlhf.train_stage(made, data=rows, quiet=True)
+    budget = {"epsilon": 4.0}
+    made = stage_of(SFTRecipe, model, rounds=2, privacy=budget, output_dir=str(folder))
+    dprlhf.train_stage(made, data=people(0, 20), quiet=True)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from dprlhf.policies.classifier import load_classifier, load_reward_model
 from dprlhf.runs.publish import merge
 from dprlhf.training.supervised import StageResult
 from helpers import tiny
+from helpers.stages import stage_of
 
 TARGETS: list[Any] = [["query", "value"], "all-linear"]
 
@@ -34,18 +35,11 @@ def spec_of(base: Path, targets: Any) -> recipe.Policy:
 
 
 def trained(base: Path, folder: Path, targets: Any) -> StageResult:
-    made = recipe.RewardRecipe.model_validate(
-        {
-            "policy": spec_of(base, targets).model_dump(),
-            "data": {
-                "path": "in-memory", "user_column": "user", "max_tokens": 8, "label_column": "label"
-            },
-            "labels": ["bad", "good"],
-            "privacy": {"epsilon": float("inf")},
-            "rounds": 2,
-            "optimizer": {"learning_rate": 0.1},
-            "output_dir": str(folder),
-        }
+    data = {"path": "in-memory", "user_column": "user", "max_tokens": 8, "label_column": "label"}
+    made = stage_of(
+        recipe.RewardRecipe, policy=spec_of(base, targets).model_dump(), data=data, rounds=2,
+        labels=["bad", "good"], privacy={"epsilon": float("inf")}, output_dir=str(folder),
+        optimizer={"learning_rate": 0.1},
     )  # fmt: skip
     rows = [
         {"user": f"u{i}", "prompt": "ab" if i % 2 else "zy", "label": ("bad", "good")[i % 2]}
