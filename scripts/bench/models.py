@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
 from dprlhf.rollout import Responses
+from helpers.batches import rows_of
 from helpers.tiny import tokenizer as byte_tokenizer
 
 Kind = Literal["gpt2", "llama", "billion"]
@@ -75,21 +75,10 @@ def policy(model: Any, kind: Kind, *, full: bool) -> CausalLMPolicy:
 
 def responses(users: int, each: int, prompt: int, response: int) -> Responses:
     """Return random tokens as the responses of ``users``, ``each`` of them with so many."""
-    rows = users * each
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 257, (rows, prompt + response)))
+    shape = (users * each, prompt + response)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 257, shape))
     tokens[:, :prompt] = tokens[::each, :prompt].repeat_interleave(each, dim=0)
-    return Responses(
-        tokens=tokens,
-        mask=torch.ones_like(tokens),
-        prompt=np.repeat(np.arange(users), each),
-        user=np.repeat(np.arange(users), each),
-        from_base=np.zeros(rows, dtype=bool),
-        texts=[""] * rows,
-        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
-        users=users,
-        max_new_tokens=response,
-        num_generations=each,
-    )
+    return rows_of(tokens, torch.ones_like(tokens), each, response, copies=each)
 
 
 def a_row_a_user(batch: Responses) -> Responses:

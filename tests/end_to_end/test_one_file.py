@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from dprlhf import recipe
-from dprlhf.data.users import Prompts
 from dprlhf.policies.whole import WholePolicy
 from dprlhf.privacy.accounting import Mechanism, epsilon
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses
 from dprlhf.updates.pg import policy_gradient
 from helpers import tiny
+from helpers.batches import rows_of
 from helpers.rounds import flat_parameters, round_of, set_parameters
 
 FILE = Path(__file__).parents[2] / "examples" / "dp_policy_gradient.py"
@@ -63,14 +62,9 @@ def test_a_step_is_that_of_the_package(example, users, monkeypatch):
         assert max(norms) > settings.clip_norm
 
     rewards = example.reward(prompts.repeat_interleave(2, 0), arms.flatten(0, 1)).numpy()
-    responses = Responses(
-        tokens=torch.cat([prompts.repeat_interleave(2, 0), arms.flatten(0, 1)], 1),
-        mask=torch.ones(2 * users, example.PROMPT + example.RESPONSE, dtype=torch.int64),
-        prompt=np.repeat(np.arange(users), 2), user=np.repeat(np.arange(users), 2),
-        from_base=np.tile([True, False], users), texts=[""] * (2 * users),
-        prompts=Prompts([""] * users, np.arange(users), np.arange(users), {}), users=users,
-        max_new_tokens=example.RESPONSE, num_generations=2,
-    )  # fmt: skip
+    tokens = torch.cat([prompts.repeat_interleave(2, 0), arms.flatten(0, 1)], 1)
+    arms_of = {"from_base": [True, False], "copies": 2}
+    responses = rows_of(tokens, torch.ones_like(tokens), 2, example.RESPONSE, **arms_of)
     valid = np.ones(2 * users, dtype=bool)
     made, gate = round_of(
         policy, responses, Scores(rewards, valid, {}), clip_norm=settings.clip_norm,

@@ -21,7 +21,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import Weighted, clip_factors, clip_users, clipped_sum
 from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
@@ -32,7 +31,7 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses
 from helpers import commands, tiny
 from helpers.autograd import gradient_of_user, relative_error
-from helpers.batches import MIXED, Shape, batch_of
+from helpers.batches import MIXED, Shape, batch_of, rows_of
 from helpers.marks import slow
 from helpers.policies import TARGETS, exact_norms, off_start, policy_of
 
@@ -388,12 +387,8 @@ def test_extra_coordinates_are_appended_and_clipped_apart() -> None:
 @pytest.mark.parametrize("clip_norm", [1.0, math.inf])
 def test_an_empty_batch_gives_zero(clip_norm: float) -> None:
     policy = policy_of()
-    nobody = Responses(
-        tokens=torch.empty((0, 3), dtype=torch.int64), mask=torch.empty((0, 3), dtype=torch.int64),
-        prompt=np.empty(0, np.int64), user=np.empty(0, np.int64), from_base=np.empty(0, bool),
-        texts=[], prompts=Prompts([], np.empty(0, np.int64), np.empty(0, np.int64), {}), users=0,
-        max_new_tokens=2,
-    )  # fmt: skip
+    empty = torch.empty((0, 3), dtype=torch.int64)
+    nobody = rows_of(empty, empty, 1, 2)
     result = run(policy, Weighted(nobody, np.empty(0), np.empty((0, 2)), 0.1), clip_norm)
     assert result.bounded.total.shape == (policy.dimension + 2,)
     assert not result.bounded.total.any()

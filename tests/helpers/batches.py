@@ -1,9 +1,11 @@
 """Random batches of responses in a given shape, without a model that sampled them."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf.data.users import Prompts
 from dprlhf.rollout import Responses
@@ -18,6 +20,28 @@ class Shape:
     prompts: list[list[int]]
     k: int
     length: int
+
+
+def rows_of(
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    each: int,
+    length: int,
+    *,
+    from_base: Sequence[bool] = (False,),
+    owner: NDArray[np.int64] | None = None,
+    copies: int = 1,
+) -> Responses:
+    """Return tokens as responses, ``each`` to a prompt; without ``owner`` a prompt is a user."""
+    prompts = len(tokens) // each
+    user = np.arange(prompts) if owner is None else owner
+    return Responses(
+        tokens=tokens, mask=mask, prompt=np.repeat(np.arange(prompts), each),
+        user=np.repeat(user, each), from_base=np.resize(from_base, len(tokens)),
+        texts=[""] * len(tokens), users=int(user.max(initial=-1)) + 1, max_new_tokens=length,
+        prompts=Prompts([""] * prompts, user, np.zeros(prompts, dtype=np.int64), {}),
+        num_generations=copies,
+    )  # fmt: skip
 
 
 def batch_of(
@@ -43,13 +67,8 @@ def batch_of(
     owner = np.repeat(np.arange(len(shape.prompts)), [len(p) for p in shape.prompts])
     if shuffled:  # a user's prompts need not stand together
         owner = random.permutation(owner)
-    return Responses(
-        tokens=torch.from_numpy(tokens), mask=torch.from_numpy(mask),
-        prompt=np.repeat(np.arange(len(lengths)), shape.k), user=np.repeat(owner, shape.k),
-        from_base=np.zeros(rows, dtype=bool), texts=[""] * rows,
-        prompts=Prompts([""] * len(lengths), owner, np.zeros(len(lengths), dtype=np.int64), {}),
-        users=len(shape.prompts), max_new_tokens=shape.length, num_generations=copies or shape.k,
-    )  # fmt: skip
+    both = torch.from_numpy(tokens), torch.from_numpy(mask)
+    return rows_of(*both, shape.k, shape.length, owner=owner, copies=copies or shape.k)
 
 
 def half_from_base(responses: Responses) -> Responses:

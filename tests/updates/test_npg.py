@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dprlhf import DprlhfError, recipe
 from dprlhf.boundary import BoundedSum, Private, Released
-from dprlhf.data.users import Prompts
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
@@ -25,7 +24,7 @@ from dprlhf.updates.privls.in_round import Examples, RoundRelease, check_dimensi
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error
-from helpers.batches import Shape, batch_of, half_from_base
+from helpers.batches import Shape, batch_of, half_from_base, rows_of
 from helpers.marks import slow
 from helpers.policies import off_start, policy_of
 from helpers.rounds import (
@@ -89,16 +88,11 @@ def log_linear() -> CausalLMPolicy:
 
 def every_answer() -> Responses:
     """A user for each prompt, with every answer of one token once: μ is uniform."""
-    width, users = max(len(p) for p in PROMPTS), len(PROMPTS)
+    width = max(len(p) for p in PROMPTS)
     rows = [(p, y) for p in PROMPTS for y in range(VOCABULARY)]
-    owner = np.repeat(np.arange(users), VOCABULARY)
-    return Responses(
-        tokens=torch.tensor([[0] * (width - len(p)) + [*p, y] for p, y in rows]),
-        mask=torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + 1) for p, _ in rows]),
-        prompt=owner, user=owner, from_base=np.ones(len(rows), dtype=bool), texts=[""] * len(rows),
-        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, dtype=np.int64), {}),
-        users=users, max_new_tokens=1,
-    )  # fmt: skip
+    tokens = torch.tensor([[0] * (width - len(p)) + [*p, y] for p, y in rows])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + 1) for p, _ in rows])
+    return rows_of(tokens, mask, VOCABULARY, 1, from_base=[True])
 
 
 def test_without_noise_it_is_the_natural_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

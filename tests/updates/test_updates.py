@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
-from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
@@ -36,7 +35,7 @@ from dprlhf.updates.round import users_with_valid_scores
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import gradient_of_user, relative_error
-from helpers.batches import MIXED, Shape, batch_of, half_from_base
+from helpers.batches import MIXED, Shape, batch_of, half_from_base, rows_of
 from helpers.policies import policy_of
 from helpers.rounds import flat_gradient, round_of, token_logprobs, value_of
 
@@ -239,17 +238,9 @@ def truth(small: CausalLMPolicy, rewards: Array) -> torch.Tensor:
 def combinations(k: int, from_base: int) -> tuple[Responses, NDArray[np.int64]]:
     """All combinations of k answers as users, and which answer each row is."""
     answers = np.array(list(itertools.product(range(len(ANSWERS)), repeat=k))).ravel()
-    users = len(answers) // k
     tokens = torch.tensor([PROMPT + [*a, 0][:LENGTH] for a in ANSWERS])[answers]
     mask = torch.tensor([[1] * len(PROMPT) + [1, len(a) - 1] for a in ANSWERS])[answers]
-    responses = Responses(
-        tokens=tokens, mask=mask, prompt=np.repeat(np.arange(users), k),
-        user=np.repeat(np.arange(users), k), from_base=np.tile(np.arange(k) < from_base, users),
-        texts=[""] * len(answers),
-        prompts=Prompts([""] * users, np.arange(users), np.zeros(users, np.int64), {}), users=users,
-        max_new_tokens=LENGTH,
-    )  # fmt: skip
-    return responses, answers
+    return rows_of(tokens, mask, k, LENGTH, from_base=np.arange(k) < from_base), answers
 
 
 def expectation(policy, rewards, baseline, k, *, from_base=0, largest=1e12, shift=None):
