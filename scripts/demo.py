@@ -45,7 +45,7 @@ from dprlhf.runs.card import guarantee_sentence
 from dprlhf.runs.measurements import Result, at_least, at_most, write_results
 from dprlhf.training.build import hush_libraries
 from dprlhf.training.evaluate import RewardEstimate
-from dprlhf.training.policy_setup import load_policy_of
+from dprlhf.training.setup import load_policy_of
 
 SCRIPT = str(Path(__file__).resolve())
 ROOT = Path(__file__).resolve().parents[1]

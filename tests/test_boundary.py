@@ -150,9 +150,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "papers/control/updates": "keeps the noised mean return for later rounds",
         "papers/control/bandits": "moves the bandit's policy",
     },
-    "post_process": {
-        "updates/privls/in_round": "runs an oracle that learns of users what was released"
-    },
+    "post_process": {"updates/regression": "runs an oracle that learns of users what was released"},
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
     "rounded_gaussian": {

@@ -27,7 +27,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.plan import make_plan
 from dprlhf.privacy.randomness import uint64_stream
-from dprlhf.updates.privls.oracle import project
+from dprlhf.updates.oracles import project
 from papers.control.policies import Array, softmax
 from papers.regression import ISSP, Exponential, Oracle, SufficientStatistics, descent, fit
 

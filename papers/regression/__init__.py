@@ -3,8 +3,7 @@
 :func:`fit` runs one by itself; ``docs/regression.md`` says which to take.
 """
 
-from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
-from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+from dprlhf.updates.oracles import ImproperBatchSGD, ProjectedSGD, SufficientStatistics
 from papers.regression.exponential import Exponential
 from papers.regression.in_memory import Oracle, descent, fit
 from papers.regression.issp import ISSP

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.privacy.relations import Adjacency, check_adjacency
-from dprlhf.updates.privls.oracle import Contribution, check_positive
+from dprlhf.updates.oracles import Contribution, check_positive
 
 UNITS = 2**30
 """Number of steps in the range of a user's loss; float64 sums are exact for up to 2²³ users."""

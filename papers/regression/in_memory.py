@@ -1,6 +1,6 @@
 """Private regression on plain arrays: :func:`fit` runs an oracle outside of a training run.
 
-Its releases are over users in memory, in the place of :mod:`dprlhf.updates.privls.in_round`.
+Its releases are over users in memory, in the place of :mod:`dprlhf.updates.regression`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dprlhf.privacy.accounting import noise_multiplier
 from dprlhf.privacy.randomness import new_key, uniforms
 from dprlhf.privacy.relations import Adjacency, check_adjacency
 from dprlhf.privacy.rounded_gaussian import grid_of, rounded_gaussian
-from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
-from dprlhf.updates.privls.oracle import Contribution
-from dprlhf.updates.privls.sufficient_statistics import SufficientStatistics
+from dprlhf.updates.oracles import (
+    Contribution,
+    ImproperBatchSGD,
+    ProjectedSGD,
+    SufficientStatistics,
+)
 from papers.regression.exponential import Exponential, choose, total_units
 from papers.regression.issp import ISSP
 
@@ -173,7 +176,7 @@ def descent(
 
 @dataclass(repr=False, eq=False)
 class InMemoryRelease:
-    """A Gaussian :class:`~dprlhf.updates.privls.oracle.Release` over users in memory."""
+    """A Gaussian :class:`~dprlhf.updates.oracles.Release` over users in memory."""
 
     features: torch.Tensor  # Features φ, [users, d], float64
     targets: torch.Tensor  # Targets A, [users], float64

@@ -48,7 +48,7 @@ import torch
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_noise_multiplier
 from dprlhf.privacy.relations import Adjacency, check_adjacency
-from dprlhf.updates.privls.oracle import bounded_rows, check_positive
+from dprlhf.updates.oracles import bounded_rows, check_positive
 
 LARGEST_GROWTH = math.e
 """Limit on the ratio of highest to lowest residual bound; beyond it the noise is excessive."""

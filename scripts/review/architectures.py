@@ -98,7 +98,7 @@ def time_of_experts(apart: bool, folder: Path) -> float:
     """Return the processor time in seconds of two rounds, 32 users each, of a small Mixtral."""
     size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     found: list[float] = []
-    mixing = mock.patch("dprlhf.policies.mixing.mixing_layers", return_value=())
+    mixing = mock.patch("dprlhf.policies.refusals.mixing_layers", return_value=())
     checked = mock.patch("dprlhf.training.build.check_layout", return_value="")
     with checked, contextlib.nullcontext() if apart else mixing:
         dprlhf.train(

@@ -16,8 +16,8 @@ from dprlhf.policies.loading import without_wrapper
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_any_recipe
 from dprlhf.runs.folder import RunFolder, time_stamp
 from dprlhf.training.build import Callback, open_run
-from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
+from dprlhf.training.setup import load_policy_of
 from dprlhf.training.trainer import complete
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dprlhf.hub import hush_libraries
 from dprlhf.rollout import public_sampling_settings, sample
 from dprlhf.runs.checkpoint import last_checkpoint, load_tuned
 from dprlhf.runs.folder import RunFolder
-from dprlhf.training.policy_setup import load_policy_of
 from dprlhf.training.processes import Processes
+from dprlhf.training.setup import load_policy_of
 
 
 def generate(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dprlhf.audit.noise_tests import SHARES, in_units, noise_tests, smallest_shortfall
+from dprlhf.audit.judgement import SHARES, in_units, noise_tests, smallest_shortfall
 from dprlhf.privacy.correlated_noise import square_root
 from dprlhf.privacy.plan import make_plan
 

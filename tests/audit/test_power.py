@@ -16,7 +16,7 @@ from scipy.stats import binom
 from dprlhf.audit import Audit, audit, audit_plan, judgement, one_run
 from dprlhf.audit.canaries import AuditRecord, vector_run
 from dprlhf.audit.guesses import advantage, fewest_right, noise_refuted, right_guesses, simulate
-from dprlhf.audit.noise_tests import SENTENCES, SHARES, smallest_shortfall
+from dprlhf.audit.judgement import SENTENCES, SHARES, smallest_shortfall
 from dprlhf.audit.watched_gate import Seen, _kept
 from dprlhf.boundary import open_released
 from dprlhf.policies import optimizers

@@ -19,7 +19,7 @@ from scipy import integrate, optimize, stats
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.gaussian import gaussian_epsilon
 from dprlhf.privacy.randomness import uniforms
-from dprlhf.updates.privls.oracle import Contribution
+from dprlhf.updates.oracles import Contribution
 from helpers.laws import is_standard_normal
 from papers.regression import (
     ISSP,

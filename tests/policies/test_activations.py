@@ -117,7 +117,7 @@ def run_with(tmp_path: Path, adapter: dict[str, Any], kinds: str = "ab", **chang
 
 def test_a_run_starts_along_what_tells_public_prompts_apart(tmp_path: Path) -> None:
     with mock.patch(
-        "dprlhf.training.policy_setup.align_with_activations", wraps=align_with_activations
+        "dprlhf.training.setup.align_with_activations", wraps=align_with_activations
     ) as aligned:
         run_with(tmp_path, CONTRAST)
     tokens, classes = aligned.call_args.args[1], aligned.call_args.args[4]

@@ -12,7 +12,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import context_length, prompt_room
 from dprlhf.recipe import Data, Rollout
 from dprlhf.rollout.decoding import try_last_step
-from dprlhf.training.policy_setup import with_prompt_width
+from dprlhf.training.setup import with_prompt_width
 from helpers import families
 from helpers.autograd import relative_error
 from helpers.families import PROMPTS, padded_logprobs, plain_logprobs, sampled_logprobs

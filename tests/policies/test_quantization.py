@@ -11,7 +11,7 @@ from dprlhf import recipe
 from dprlhf.gradients.per_user import PerUserGradients
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import load_policy
-from dprlhf.policies.mixing import mixing_layers
+from dprlhf.policies.refusals import mixing_layers
 from helpers import tiny
 from helpers.policies import off_start
 

@@ -15,7 +15,7 @@ OUTSIDE = {
     "errors": "what a message says changes no value",
     "hardware": "moves tensors between devices",
     "policies.causal_lm": "the loss that is differentiated; compared with autograd at each start",
-    "policies.mixing": "refuses layers that mix rows",
+    "policies.refusals": "refuses layers that mix rows",
     "policies.protocol": "types of rows",
     "privacy.file_times": "the dates of files, which tell no ε",
     "rollout": "the type of sampled rows",

@@ -41,7 +41,7 @@ from dprlhf.rewards.reward import as_reward
 from dprlhf.runs.lineage import attach
 from dprlhf.training.build import load_parts
 from dprlhf.training.processes import Processes
-from dprlhf.training.reward_setup import check_declared
+from dprlhf.training.setup import check_declared
 from helpers import kernels, tiny
 from helpers.marks import slow
 from helpers.recipes import least

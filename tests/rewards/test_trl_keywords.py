@@ -13,8 +13,8 @@ import torch
 import dprlhf
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import LoadedReward, Scorer, Scores, check_reward
-from dprlhf.rewards.logs import CallLog, gathered
 from dprlhf.rewards.reward import RoundState
+from dprlhf.rewards.scoring import CallLog, gathered
 from helpers import tiny
 
 PROMPTS = ["p", "q", "r", "s"]

@@ -12,11 +12,10 @@ import dprlhf
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError
 from dprlhf.policies import kept, warpers
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
-from dprlhf.rollout.made_up import random_adapter
 from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.training import made_up_rounds
 from dprlhf.training.made_up_rounds import Shapes, check_layout

@@ -28,8 +28,8 @@ from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.publish import merge
 from dprlhf.training.processes import Processes
 from dprlhf.trl import PrivateGRPOConfig, PrivateGRPOTrainer
-from dprlhf.trl.logs import as_evaluation, as_logs
-from dprlhf.trl.resuming import continued
+from dprlhf.trl.arguments import continued
+from dprlhf.trl.evaluation import as_evaluation, as_logs
 from helpers import agents, tiny
 from helpers.recipes import recipe_settings
 from helpers.runs import lower_case, save_sharp, weights

@@ -18,9 +18,9 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.updates import UPDATES
+from dprlhf.updates import regression as least_squares
 from dprlhf.updates.npg import npg
-from dprlhf.updates.privls import in_round as least_squares
-from dprlhf.updates.privls.in_round import Examples, RoundRelease, check_dimension
+from dprlhf.updates.regression import Examples, RoundRelease, check_dimension
 from dprlhf.updates.telemetry import TelemetryCoordinates
 from helpers import tiny
 from helpers.autograd import relative_error

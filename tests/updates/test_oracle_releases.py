@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD, released_gradient
+from dprlhf.updates.oracles import ImproperBatchSGD, ProjectedSGD, released_gradient
 
 
 @pytest.mark.parametrize("kind", [ImproperBatchSGD, ProjectedSGD])

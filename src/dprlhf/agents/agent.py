@@ -16,7 +16,7 @@ import torch
 from dprlhf.agents.chat import Tool, check_chat
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rewards.event_loop import wait_for
+from dprlhf.rewards.reward import wait_for
 
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment with a method ``reset``; TRL's ``environment_factory``."""

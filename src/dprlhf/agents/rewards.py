@@ -8,7 +8,7 @@ from typing import Any
 
 from dprlhf.agents.agent import EnvironmentFactories, factories_by_name
 from dprlhf.recipe import Reward
-from dprlhf.rewards.event_loop import wait_for
+from dprlhf.rewards.reward import wait_for
 
 ENVIRONMENT_REWARD = "dprlhf.agents.rewards:environment_reward"
 """The name of :func:`environment_reward` in a recipe."""

@@ -9,7 +9,7 @@ Why the bound holds in a single run. For one canary, any guess is right with pro
 without it. Different canaries have orthogonal directions and each guess reads its own, so their
 guesses are independent as long as the noise of different coordinates is: then the number of right
 guesses is at most binomial, and Clopper & Pearson (1934) bound its rate. That independence is an
-assumption on the implementation, which :mod:`dprlhf.audit.noise_tests` tests on all coordinates.
+assumption on the implementation, which :mod:`dprlhf.audit.judgement` tests on all coordinates.
 The theorem of Steinke et al. 2023, whose bound is stated beside this one, needs no such assumption,
 and neither does that of Mahloujifar et al. 2024 (arXiv 2410.22235); both are far looser here: at
 ε = 4 and 8,000 canaries they stay below 30% of ε.

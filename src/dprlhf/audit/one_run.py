@@ -3,7 +3,7 @@
 Each canary is included with probability ½, by the audit's own randomness. The run uses the recipe's
 stage, update, partition and noise on the canaries alone, in its own folder. The attack guesses from
 the releases who was included (:mod:`dprlhf.audit.guesses`), and the noise in every released
-coordinate, which the audit knows, is tested (:mod:`dprlhf.audit.noise_tests`). In ``gradient``
+coordinate, which the audit knows, is tested (:mod:`dprlhf.audit.judgement`). In ``gradient``
 space, on a small model, each canary moves one known coordinate of a release by S, as the strongest
 adversary would. In ``prompt`` space, on the recipe's own model, a canary is a unique prompt whose
 reward depends on a hash of the prompt and the response's first letter, and is read along a
@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from dprlhf.audit.canaries import gradient_run, prompt_run, vector_run
 from dprlhf.audit.guesses import check_confidence, noise_refuted
-from dprlhf.audit.judgement import GUESSES_SHARE, Audit, judge
-from dprlhf.audit.noise_tests import SHARES, smallest_shortfall
+from dprlhf.audit.judgement import GUESSES_SHARE, SHARES, Audit, judge, smallest_shortfall
 from dprlhf.audit.watched_gate import values_tested
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import equal_but_for_rounding

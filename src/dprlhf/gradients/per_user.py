@@ -43,7 +43,7 @@ from dprlhf.gradients.ghost_norm import (
     square_norm,
 )
 from dprlhf.hardware import repeatable
-from dprlhf.policies.mixing import refuse_mixing
+from dprlhf.policies.refusals import refuse_mixing
 
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
 

@@ -20,8 +20,8 @@ from dprlhf.policies import shared_prompt
 from dprlhf.policies.adapters import base_is_its_start, quiet_peft
 from dprlhf.policies.head_logprobs import chosen_logprobs, has_plain_head, head_logprobs
 from dprlhf.policies.kept import Replay, forwards_replaced
-from dprlhf.policies.mixing import refuse_mixing
 from dprlhf.policies.protocol import Sampling
+from dprlhf.policies.refusals import refuse_mixing
 
 if TYPE_CHECKING:
     from dprlhf.policies.warpers import StopStrings
@@ -411,3 +411,19 @@ def first_position(model: Any) -> int:
         if "position_embeddings" in name.split(".")  # or what an adapter wraps there
     ]
     return max((place + 1 for place in padding if place is not None), default=0)
+
+
+@contextlib.contextmanager
+def random_adapter(policy: CausalLMPolicy, by: float = 0.02) -> Iterator[None]:
+    """Move the trained parameters by PUBLIC random numbers of this scale, inside the context."""
+    before = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for p in policy.parameters.values():
+                p.add_(by * torch.randn(p.shape, generator=generator).to(p))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in policy.parameters.items():
+                p.copy_(before[name])

@@ -130,7 +130,7 @@ def quantization_config(name: str, dtype: torch.dtype) -> Any:
 
     A quantised layer dequantises its weight and multiplies, so a row's output depends on that row
     alone; LLM.int8()'s columns of outliers do not, and are switched off
-    (:mod:`dprlhf.policies.mixing`). The trained adapter stays in float32 beside it.
+    (:mod:`dprlhf.policies.refusals`). The trained adapter stays in float32 beside it.
     """
     from transformers import BitsAndBytesConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dprlhf.errors import DprlhfError
-from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
+from dprlhf.policies.refusals import refuse_foreign_hooks
 
 
 def check_given(model: Any, tokenizer: Any, *, whole: bool) -> None:

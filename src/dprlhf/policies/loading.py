@@ -14,7 +14,7 @@ from dprlhf.hardware import default_torch_state, native_dtype
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.mixing import refuse_mixing
+from dprlhf.policies.refusals import refuse_mixing
 
 
 @default_torch_state()

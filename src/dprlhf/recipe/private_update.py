@@ -168,7 +168,7 @@ class Oracle(Settings):
     """Private least squares, for NPG and REBEL; ``update.clip_norm`` bounds the features' norm.
 
     Attributes:
-        name: Algorithm; each is a file in :mod:`dprlhf.updates.privls`.
+        name: Algorithm (:mod:`dprlhf.updates.oracles`).
         steps: Number J of gradient steps of ``projected-sgd`` and ``improper-batch-sgd``, each a
             noised release of the round.
         step_size: Step size of these two algorithms, in units of 1/``update.clip_norm``².

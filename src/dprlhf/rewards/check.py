@@ -13,7 +13,6 @@ import numpy as np
 from dprlhf.data.given_rewards import BY_TURN
 from dprlhf.data.messages import text_of
 from dprlhf.errors import DprlhfError
-from dprlhf.rewards.logs import CallLog
 from dprlhf.rewards.reward import (
     Failure,
     LoadedReward,
@@ -28,6 +27,7 @@ from dprlhf.rewards.reward import (
     parse_turns,
     type_and_message,
 )
+from dprlhf.rewards.scoring import CallLog
 
 Score = tuple[float, ...] | None
 """The score of each turn, one for a reward that scores whole completions; None: not applicable."""

@@ -18,8 +18,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.hub import check_reachable, split_revision
 from dprlhf.policies.causal_lm import context_length, first_position
-from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
-from dprlhf.policies.mixing import mixing_layers
+from dprlhf.policies.refusals import mixing_layers, refuse_foreign_hooks
 from dprlhf.rewards.reward import suggestion, type_and_message
 
 Text = Literal["prompt+completion", "completion"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +16,39 @@ from numpy.typing import NDArray
 
 from dprlhf.data.given_rewards import BY_TURN, PER_USER, declares, is_model
 from dprlhf.errors import EXITS, nearest, one_line
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    # One loop for the whole process, as in TRL: asynchronous clients belong to their first loop.
+    # In a thread, because a notebook's thread already runs a loop.
+    loop = asyncio.new_event_loop()
+    # The default handler logs exceptions of forgotten tasks, with their text, at any later time.
+    loop.set_exception_handler(lambda *_: None)
+
+    def run() -> None:
+        while True:  # an exit raised in a task stops run_forever; the caller still needs its answer
+            with contextlib.suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="dprlhf-async-rewards", daemon=True).start()
+    return loop
+
+
+def wait_for(answer: Awaitable[Any]) -> Any:
+    """Return what an asynchronous reward or tool answers, from the event loop of all of them."""
+
+    async def guarded() -> tuple[Any, BaseException | None]:
+        try:
+            return await answer, None
+        except BaseException as problem:
+            return None, problem
+
+    value, problem = asyncio.run_coroutine_threadsafe(guarded(), _event_loop()).result()
+    if problem is not None:
+        raise problem
+    return value
+
 
 _RESERVED = frozenset(
     {"prompt", "completion", "prompts", "completions", "completion_ids"}
@@ -221,7 +257,7 @@ def call_reward(
     reward: LoadedReward,
     rows: RewardRows,
     state: RoundState | None = None,
-    log: Any = None,  # A :class:`~dprlhf.rewards.logs.CallLog`, which takes what the call logs
+    log: Any = None,  # A :class:`~dprlhf.rewards.scoring.CallLog`, which takes what the call logs
 ) -> list[Any]:
     """Call a reward as TRL does and return its answers, one per row, not yet parsed.
 
@@ -235,8 +271,6 @@ def call_reward(
         keywords["places"] = list(rows.places)
     answer = reward.function(**{k: v for k, v in keywords.items() if takes is None or k in takes})
     if inspect.isawaitable(answer):
-        from dprlhf.rewards.event_loop import wait_for
-
         answer = wait_for(answer)
     if hasattr(answer, "tolist"):  # numpy arrays and torch tensors
         answer = answer.tolist()

@@ -40,8 +40,7 @@ from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.errors import DprlhfError, one_line
-from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.rollout.made_up import random_adapter
+from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
 
 _INSTALL = "pip install -e '.[vllm]' in the clone"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank

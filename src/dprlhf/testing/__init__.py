@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dprlhf.rewards.check import ContractReport, check_reward
 from dprlhf.testing.partition import PartitionReport, check_partition
-from dprlhf.testing.tiny import save_tiny_model, tiny_policy
-from dprlhf.testing.update import UpdateReport, check_update
+from dprlhf.testing.update import UpdateReport, check_update, save_tiny_model, tiny_policy
 
 __all__ = [
     "ContractReport",

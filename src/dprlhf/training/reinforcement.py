@@ -22,7 +22,7 @@ from dprlhf.data.public import evaluated, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
+from dprlhf.policies.refusals import refuse_foreign_hooks
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import PPO, Recipe
 from dprlhf.rewards import LoadedReward, RewardSummary, Scorer, Scores, load_rewards
@@ -47,15 +47,17 @@ from dprlhf.training.evaluate import (
     samples,
 )
 from dprlhf.training.made_up_rounds import Shapes
-from dprlhf.training.policy_setup import (
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
+from dprlhf.training.setup import (
+    call_size,
+    check_declared,
+    check_rewards,
     load_policy_of,
     start_adapter,
     with_batch_size,
     with_prompt_width,
     with_sampling,
 )
-from dprlhf.training.reward_setup import call_size, check_declared, check_rewards
-from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.timing import seconds_a_response, seconds_a_round
 from dprlhf.updates import PrivateRound, find_update
 from dprlhf.updates.round import subtract_kl
@@ -173,7 +175,7 @@ class Reinforcement:
                     f" {self.recipe.data.prompt_column!r} holds plain text: give lists of messages"
                 )
         if self.recipe.update.least_squares is not None:
-            from dprlhf.updates.privls.in_round import check_dimension
+            from dprlhf.updates.regression import check_dimension
 
             check_dimension(self.recipe.update, policy.dimension)
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.errors import EXITS, DprlhfError, one_line
-from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
+from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
 from dprlhf.policies.optimizers import set_learning_rate
+from dprlhf.policies.refusals import refuse_foreign_hooks
 from dprlhf.privacy.file_times import first_day
 from dprlhf.privacy.gaussian import upwards
 from dprlhf.recipe import AnyRecipe, Recipe, dump_recipe
 from dprlhf.rewards.isolation import without_warnings
-from dprlhf.rollout.made_up import random_adapter
 from dprlhf.runs.card import audits_of, carried_with, model_card, privacy_card
 from dprlhf.runs.earlier import Record
 from dprlhf.runs.folder import RunFolder, replaced_folder, write_json

@@ -18,11 +18,11 @@ from dprlhf.recipe import IN_MEMORY, LoggedFeedback
 from dprlhf.runs.opening import check_public
 from dprlhf.training.evaluate import as_metrics, estimate
 from dprlhf.training.feedback import Reactions
-from dprlhf.training.policy_setup import LONGEST_PROMPT
 from dprlhf.training.processes import Processes
+from dprlhf.training.setup import LONGEST_PROMPT
 from dprlhf.trl.config import PrivacyFields, setting
+from dprlhf.trl.evaluation import as_evaluation, name_of_best
 from dprlhf.trl.fields import KTO, Field
-from dprlhf.trl.logs import as_evaluation, name_of_best
 from dprlhf.trl.mapping import feedback_recipe_of
 from dprlhf.trl.trainer import PrivateTrainer
 

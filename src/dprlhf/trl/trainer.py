@@ -31,9 +31,9 @@ from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.configs import adapter_of, quantization_of
-from dprlhf.policies.foreign_hooks import refuse_foreign_hooks
 from dprlhf.policies.loading import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
+from dprlhf.policies.refusals import refuse_foreign_hooks
 from dprlhf.privacy.file_times import stamp_run
 from dprlhf.recipe import IN_MEMORY, Data
 from dprlhf.rewards.loading import load_rewards
@@ -44,12 +44,13 @@ from dprlhf.runs.lineage import attach
 from dprlhf.runs.publish import push
 from dprlhf.training.build import open_run
 from dprlhf.training.evaluate import Evaluated, as_metrics
-from dprlhf.training.policy_setup import with_prompt_width
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Run
+from dprlhf.training.setup import with_prompt_width
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import (
     adapter_in,
+    continued,
     function_of,
     in_trls_words,
     means_of,
@@ -65,10 +66,18 @@ from dprlhf.trl.arguments import (
     without_adapter,
 )
 from dprlhf.trl.config import PrivacyFields, PrivateGRPOConfig, PrivateRLOOConfig, as_private
-from dprlhf.trl.evaluation import TRIED, check_best, evaluate_on, metrics_of, public_values
-from dprlhf.trl.logs import Log, as_evaluation, as_logs, as_number
+from dprlhf.trl.evaluation import (
+    TRIED,
+    Log,
+    as_evaluation,
+    as_logs,
+    as_number,
+    check_best,
+    evaluate_on,
+    metrics_of,
+    public_values,
+)
 from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
-from dprlhf.trl.resuming import continued
 
 C = TypeVar("C", bound=PrivacyFields)
 

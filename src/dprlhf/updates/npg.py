@@ -29,7 +29,7 @@ from dprlhf import recipe
 from dprlhf.policies.protocol import Rows
 from dprlhf.rewards import Scores
 from dprlhf.updates.pg import advantage_weights, importance_ratios
-from dprlhf.updates.privls.in_round import Examples, solve
+from dprlhf.updates.regression import Examples, solve
 from dprlhf.updates.round import P, PrivateRound, R, counted_rows
 
 LARGEST_SCORE = 3.0

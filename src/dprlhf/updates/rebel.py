@@ -15,7 +15,7 @@ optimizer steps after each.
 
 ``oracle`` (Gauss-Newton) puts (θ − θ_t) · φ in the place of Δ(y) − Δ(y′), with the feature
 φ = ∇ log π_t(y|x) − ∇ log π_t(y′|x). In w = θ − θ_t that is least squares with the targets Â. A
-regression oracle solves it (:mod:`dprlhf.updates.privls.in_round`), and θ ← θ_t + w: exactly so
+regression oracle solves it (:mod:`dprlhf.updates.regression`), and θ ← θ_t + w: exactly so
 with ``optimizer: {name: sgd, learning_rate: 1}``.
 
 Departures from the paper, and why:
@@ -41,7 +41,7 @@ from dprlhf.boundary import Private
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import Array, token_logprobs
-from dprlhf.updates.privls.in_round import Examples, solve
+from dprlhf.updates.regression import Examples, solve
 from dprlhf.updates.round import PrivateRound
 
 

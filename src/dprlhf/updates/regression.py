@@ -2,8 +2,8 @@
 
 An example is one or several rows of a user, with a feature φ = Σ_rows weight · ∇ log π(y|x) and a
 target A. A user's loss is the mean over its examples of (w · φ − A)². The oracles
-(:mod:`dprlhf.updates.privls`) ask for noised means over users of a function of φ and A. Each answer
-is one release through the round's gate. The policy does not move meanwhile, so features are
+(:mod:`dprlhf.updates.oracles`) ask for noised means over users of a function of φ and A; each
+answer is one release through the round's gate. The policy does not move meanwhile, so features are
 computed once and cached for the later answers, if they take no more than ``KEPT_BYTES``; otherwise
 they exist for one micro-batch at a time, and each answer takes a forward and a backward pass.
 
@@ -30,9 +30,14 @@ from dprlhf.errors import DprlhfError
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies.protocol import Rows
 from dprlhf.rollout.logprobs import Array
-from dprlhf.updates.privls.gradient_descent import ImproperBatchSGD, ProjectedSGD
-from dprlhf.updates.privls.oracle import Contribution, project
-from dprlhf.updates.privls.sufficient_statistics import LARGEST_DIMENSION, SufficientStatistics
+from dprlhf.updates.oracles import (
+    LARGEST_DIMENSION,
+    Contribution,
+    ImproperBatchSGD,
+    ProjectedSGD,
+    SufficientStatistics,
+    project,
+)
 from dprlhf.updates.round import P, PrivateRound, R
 
 _ORACLES: dict[str, type[SufficientStatistics | ImproperBatchSGD | ProjectedSGD]] = {
@@ -105,7 +110,7 @@ def check_dimension(update: recipe.PrivateUpdate, dimension: int) -> None:
 
 @dataclass(repr=False, eq=False)
 class RoundRelease:
-    """A :class:`~dprlhf.updates.privls.oracle.Release` over a round's users, through its gate."""
+    """A :class:`~dprlhf.updates.oracles.Release` over a round's users, through its gate."""
 
     round_: PrivateRound[Any, Any]  # The round, whose gate releases the answers
     examples: Private[Examples]
