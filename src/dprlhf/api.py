@@ -68,7 +68,7 @@ def train(
         overrides: Changes ``section.key=value`` to a YAML file.
         output_dir: The run folder; must not exist.
         callbacks: Called after every round with its public and released metrics: functions, or
-            ``transformers.TrainerCallback`` objects or classes (:mod:`dprlhf.training.callbacks`).
+            ``transformers.TrainerCallback`` objects or classes (:mod:`dprlhf.runs.trackers`).
         quiet: Show no progress bars.
         **flat: Settings by name in place of a recipe: ``model`` (a hub id, a folder, or a causal
             language model as an object), ``epsilon``, ``rounds``, any key with ``__`` for the dot

@@ -54,9 +54,8 @@ def tune(
 
     from dprlhf.hub import hush_libraries
     from dprlhf.recipe import load_recipe
-    from dprlhf.tuning.evidence import header, write_tuned
     from dprlhf.tuning.public_rows import public_rows
-    from dprlhf.tuning.search import Search
+    from dprlhf.tuning.search import Search, header, write_tuned
     from dprlhf.tuning.space import keys_of
 
     if output.exists() and output.resolve() == recipe.resolve():

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.data import PublicData
-from dprlhf.recipe.privacy import Privacy
-from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Reward, Rollout
 
 
 class Subspace(Settings):
@@ -52,38 +50,6 @@ class Subspace(Settings):
                 f" {2 * self.rank}"
             )
         return self
-
-
-class Sections(Protocol):
-    """The sections of a :class:`~dprlhf.recipe.Recipe` that an update's checks look at."""
-
-    @property
-    def rollout(self) -> Rollout:
-        """How responses are sampled."""
-
-    @property
-    def kl(self) -> KL:
-        """The KL penalty."""
-
-    @property
-    def rewards(self) -> list[Reward]:
-        """The rewards."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The server-side optimizer."""
-
-    @property
-    def privacy(self) -> Privacy:
-        """The privacy guarantee."""
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The public prompts; None without evaluation."""
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds T."""
 
 
 class PrivateUpdate(Settings):
@@ -144,8 +110,8 @@ class PrivateUpdate(Settings):
         """
         return None
 
-    def check(self, recipe: Sections) -> None:
-        """Refuse a recipe whose other sections do not work with this update, beyond what all share.
+    def check(self, recipe: Any) -> None:
+        """Refuse a :class:`~dprlhf.recipe.Recipe` whose other sections do not suit this update.
 
         What holds for every update is checked apart (:mod:`dprlhf.recipe.rl`).
         """

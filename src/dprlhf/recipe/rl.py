@@ -11,12 +11,12 @@ from dprlhf.recipe.base import IN_MEMORY, PositiveFloat, PositiveInt, Settings
 from dprlhf.recipe.data import Data
 from dprlhf.recipe.policy import Policy, Source
 from dprlhf.recipe.privacy import Previous, Privacy, check_shared
-from dprlhf.recipe.private_update import PrivateUpdate, Sections
+from dprlhf.recipe.private_update import PrivateUpdate
 from dprlhf.recipe.sections import KL, Evaluation, Optimizer, Reward, Rollout, Tracking
 from dprlhf.recipe.updates import PG, UPDATE_SETTINGS, Update
 
 
-def check_update(update: PrivateUpdate, recipe: Sections) -> None:
+def check_update(update: PrivateUpdate, recipe: Recipe) -> None:
     """Refuse a recipe whose other sections do not work with its update."""
     if update.least_squares is not None and update.clip_norm == float("inf"):
         raise ValueError(

@@ -230,12 +230,6 @@ class Tracking(Settings):
         return [] if names == "none" else [names] if isinstance(names, str) else names
 
 
-MEASURES = (
-    "response_tokens", "ended_share", "distinct_1", "distinct_2", "kl", "kl_per_token",
-    "perplexity",
-)  # fmt: skip
-"""Names of the built-in measures of responses (:mod:`dprlhf.training.evaluate`)."""
-
 _LABELS = {
     "response_tokens": "tokens in a response",
     "ended_share": "share of responses that ended",

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 from pydantic_core import PydanticCustomError
 
 from dprlhf.recipe.base import PositiveFloat, PositiveInt
-from dprlhf.recipe.private_update import Oracle, PrivateUpdate, Sections
+from dprlhf.recipe.private_update import Oracle, PrivateUpdate
 
 
 class _Score(PrivateUpdate):
@@ -155,7 +155,7 @@ class REBEL(PrivateUpdate):
         """Settings of the regression oracle; None where steps are taken."""
         return self.oracle
 
-    def check(self, recipe: Sections) -> None:
+    def check(self, recipe: Any) -> None:
         """Refuse a recipe whose other sections do not work with this update."""
         if recipe.rollout.responses % 2:
             raise ValueError(

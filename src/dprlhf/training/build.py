@@ -248,7 +248,7 @@ def open_run(
     processes = Processes.connect()
     own_callbacks: list[Callback] = []
     if callbacks:
-        from dprlhf.training.callbacks import as_functions, taken
+        from dprlhf.runs.trackers import as_functions, taken
 
         own_callbacks = as_functions(taken(callbacks), folder.path, recipe.rounds)
     if create:

@@ -28,12 +28,7 @@ results, which satisfies the same bound.
 
 
 class Release(Protocol):
-    """A Gaussian mechanism: (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m.
-
-    Attributes:
-        noise_multiplier: Standard deviation z of the noise of one call, in units of its bound.
-        expected_batch_size: The public constant m that a sum is divided by.
-    """
+    """A Gaussian mechanism: (Σ_u clip(contribution_u, bound) + N(0, (z · bound)² I)) / m."""
 
     @property
     def noise_multiplier(self) -> float:
