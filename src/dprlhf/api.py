@@ -101,7 +101,7 @@ def train(
     elif isinstance(model, os.PathLike):
         flat["model"] = os.fspath(model)
     if peft_config is not None and recipe is None:
-        from dprlhf.policies.configs import adapter_of
+        from dprlhf.policies.given import adapter_of
 
         flat["policy__adapter"] = adapter_of(peft_config)
     elif peft_config is not None:

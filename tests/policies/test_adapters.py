@@ -13,7 +13,7 @@ from dprlhf import DprlhfError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
-from dprlhf.policies.configs import adapter_of
+from dprlhf.policies.given import adapter_of
 from dprlhf.policies.loading import load_policy, make_policy
 from dprlhf.recipe import Adapter, Policy, load_any_recipe
 from helpers import families, runs, tiny

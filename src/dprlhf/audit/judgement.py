@@ -265,7 +265,10 @@ def judge(
         bounds: Whether to compute the lower bounds.
     """
     plan, alpha = record.plan, 1 - confidence
-    tests = _tested(record)
+    tests: dict[str, float] = {}
+    if plan.private:
+        noise = [[seen.noise for seen in round_] for round_ in record.rounds]
+        tests = noise_tests(in_units(noise, plan))
     refuted = [SENTENCES[name] for name, p in tests.items() if p < alpha * SHARES[name]]
     refuted += _broken_rules(record)
     guessed = _guessed(record, included, alpha, bounds=bounds)
@@ -348,14 +351,6 @@ def _guessed(record: AuditRecord, included: Bits, alpha: float, *, bounds: bool)
     if too_many:
         refuted.append("more canaries were recognised than the claim allows")
     return _Guessed(canaries, right, bound, bound_any, refuted, can_refute)
-
-
-def _tested(record: AuditRecord) -> dict[str, float]:
-    """Return the p-values of the noise; none for a run that has no noise."""
-    if not record.plan.private:
-        return {}
-    noise = [[seen.noise for seen in round_] for round_ in record.rounds]
-    return noise_tests(in_units(noise, record.plan))
 
 
 def attack_scores(record: AuditRecord, canaries: int) -> Array:

@@ -39,7 +39,7 @@ def add_adapter(
         torch.manual_seed(seed)
         try:
             if adapter.peft:
-                from dprlhf.policies.configs import config_of
+                from dprlhf.policies.given import config_of
 
                 config = config_of(adapter.peft, model)
             else:

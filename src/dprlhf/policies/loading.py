@@ -30,7 +30,7 @@ def load_policy(
     if model is None and spec.model_name_or_path == recipe.IN_MEMORY:
         raise DprlhfError("this run's model was given in Python: continue it there, with the model")
     if model is not None or tokenizer is not None:
-        from dprlhf.policies.given_model import check_given
+        from dprlhf.policies.given import check_given
 
         check_given(model, tokenizer, whole=spec.adapter.type == "full")
     if model is None:
@@ -81,7 +81,7 @@ def _base_of(spec: recipe.Policy) -> Any:
     settings: dict[str, Any] = pinned(spec.model_name_or_path, spec.revision, "policy.revision")
     dtype = native_dtype() if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if spec.quantization is not None:
-        from dprlhf.policies.configs import quantization_config
+        from dprlhf.policies.given import quantization_config
 
         settings["quantization_config"] = quantization_config(spec.quantization, dtype)
     model, loading = AutoModelForCausalLM.from_pretrained(

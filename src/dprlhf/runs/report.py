@@ -334,7 +334,8 @@ def _template() -> Any:
         "number": _shown, "estimate": _estimate, "text": _text, "measure": _heading,
         "unsigned": functools.partial(_estimate, sign=""),
     }  # fmt: skip
-    environment.tests["noise"] = _within_noise
+    # Whether a mean's 95% interval holds 0, or there is none.
+    environment.tests["noise"] = lambda value: not abs(value[0]) > _Z95 * value[1]
     source = resources.files("dprlhf").joinpath("runs/report.html.j2")
     return environment.from_string(source.read_text("utf-8"))
 
@@ -509,11 +510,6 @@ def _estimate(value: tuple[float, float] | None, sign: str = "+") -> str:
 def _heading(measure: str) -> str:
     label = measure_label(measure)
     return label[:1].upper() + label[1:]  # capitalize() would write the KL divergence as Kl
-
-
-def _within_noise(value: tuple[float, float]) -> bool:
-    """Return whether a mean's 95% interval holds 0, or there is none."""
-    return not abs(value[0]) > _Z95 * value[1]
 
 
 def _text(value: Any) -> str:

@@ -157,7 +157,7 @@ def _check_draw(draws: _Draws, fails: str) -> None:
         rounds=draws.rounds,
         delta=1e-5,
         epsilon=math.inf,
-        partition=_name_of(spec),
+        partition=next(name for name, known in all_partitions().items() if known is spec),
         participations=draws.participations,
     )
     mean, expected = float(np.mean(sizes)), plan.expected_batch_size
@@ -165,10 +165,6 @@ def _check_draw(draws: _Draws, fails: str) -> None:
         f"{fails} 'batch size': batches have {mean:.3f} users on average, and released sums are"
         f" divided by {expected:.3f}"
     )
-
-
-def _name_of(spec: PartitionSpec) -> Partition:
-    return next(name for name, known in all_partitions().items() if known is spec)
 
 
 def _check_independence(draws: _Draws, fails: str) -> None:

@@ -12,7 +12,7 @@ from dprlhf.data.public import evaluated, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
-from dprlhf.policies.configs import adapter_of, quantization_of
+from dprlhf.policies.given import adapter_of, quantization_of
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import IN_MEMORY, LoggedFeedback
 from dprlhf.runs.opening import check_public

@@ -30,7 +30,7 @@ from dprlhf.data.users import Users
 from dprlhf.errors import REMOVED, DprlhfError, InterruptedRunError
 from dprlhf.policies.adapters import adapter_rollback
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.configs import adapter_of, quantization_of
+from dprlhf.policies.given import adapter_of, quantization_of
 from dprlhf.policies.loading import without_wrapper
 from dprlhf.policies.optimizers import learning_rate
 from dprlhf.policies.refusals import refuse_foreign_hooks

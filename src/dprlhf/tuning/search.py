@@ -47,7 +47,7 @@ class Tried:
     excess: float = 0.0  # :attr:`StandInRun.excess` of these settings
 
     def __str__(self) -> str:
-        text = f"{_runs(self.runs)}, KL {self.kl:.3g}"
+        text = f"{self.runs} run{'s' * (self.runs != 1)}, KL {self.kl:.3g}"
         return f"{self.score:+.3f} ± {self.standard_error:.3f} ({text})"
 
 
@@ -101,10 +101,6 @@ def changes_key(changes: dict[str, Any]) -> str:
 def changes_text(changes: dict[str, Any]) -> str:
     """Return changed settings in one line for a person, such as ``rounds=8``."""
     return ", ".join(f"{k}={json.dumps(v)}" for k, v in changes.items()) or "the recipe as it is"
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 _WIDTH = 98
