@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dprlhf
 from dprlhf import recipe
 from dprlhf.boundary import BoundedSum, Private, open_private
-from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import ClippedSum, Weighted, clipped_sum
 from dprlhf.gradients.ghost_norm import OuterProducts, add_weighted, square_norm
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -19,9 +18,9 @@ from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import make_plan
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses
 from dprlhf.training.processes import Processes
-from helpers import tiny
+from helpers import sampled, tiny
 from helpers.policies import off_start
 from helpers.rounds import value_of
 
@@ -47,11 +46,9 @@ def policy_on(device, kind="gpt2", dtype=torch.float64):
 
 
 def draw(policy: CausalLMPolicy, users: list[int], batch_size: int = 4) -> Responses:
-    prompts = Prompts(
-        [TEXTS[u] for u in users], np.array(users), np.zeros(len(users), dtype=np.int64), {}
-    )
-    spec = recipe.Rollout(responses=2, max_new_tokens=8, batch_size=batch_size)
-    return sample(policy, prompts, spec, key=bytes(32), context=("gpu",), max_prompt_tokens=16)
+    prompts = sampled.prompts_of([TEXTS[u] for u in users], users)
+    settings = {"max_new_tokens": 8, "batch_size": batch_size, "temperature": 1.0}
+    return sampled.draw(policy, prompts, **settings)
 
 
 def tokens_of(responses: Responses) -> dict[int, list[list[int]]]:

@@ -13,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dprlhf import recipe
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.micro_batches import user_gradients
 from dprlhf.policies import warpers
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.policies.warpers import cutoff, truncated, warped, warped_logprobs
-from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.decoding import decode
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from helpers.autograd import gradient_of_user, log_distribution, relative_error
 from helpers.marks import slow
 from helpers.policies import policy_of
+from helpers.sampled import TEXTS, draw, prompts_of
 
 EOS = 0
 
@@ -53,16 +52,8 @@ def with_sampling(sampling: Sampling, kind: Any = "gpt2", **changes: Any) -> Cau
 
 
 def five(count: int = 5) -> Prompts:
-    texts: list[Any] = ["a", "some longer text", "middle", "xy", "another of them"][:count]
-    return Prompts(texts, np.arange(count) // 2, np.arange(count) % 2, {})
-
-
-def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
-    given_ = {"responses": 2, "max_new_tokens": 6, "batch_size": 16}
-    spec = recipe.Rollout.model_validate(given_ | changes)
-    return sample(
-        policy, prompts, spec, key=bytes(32), context=("rollout", 1), max_prompt_tokens=16
-    )
+    numbers = np.arange(count)
+    return prompts_of(TEXTS[:count], (numbers // 2).tolist(), (numbers % 2).tolist())
 
 
 def by_transformers(policy: Any, logits: torch.Tensor) -> torch.Tensor:

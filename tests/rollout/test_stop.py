@@ -10,13 +10,14 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from dprlhf import DprlhfError, recipe
+from dprlhf import DprlhfError
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.warpers import StopStrings
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses
 from dprlhf.rollout.sampling import ended
 from dprlhf.training.evaluate import measure
+from helpers import sampled
 from helpers.marks import slow
 from helpers.policies import policy_of
 
@@ -32,14 +33,12 @@ def stopped_at(*strings: str) -> CausalLMPolicy:
 
 def texts(count: int = 12) -> Prompts:
     """Prompts that end with the start of a stop string."""
-    given: list[Any] = [f"{i} ab" for i in range(count)]
-    return Prompts(given, np.arange(count), np.zeros(count, dtype=np.int64), {})
+    return sampled.prompts_of([f"{i} ab" for i in range(count)])
 
 
 def draw(policy: CausalLMPolicy, prompts: Prompts, **changes: Any) -> Responses:
-    given = {"responses": 2, "max_new_tokens": LENGTH, "batch_size": 8} | changes
-    spec = recipe.Rollout.model_validate(given)
-    return sample(policy, prompts, spec, key=bytes(32), context=("stop",), max_prompt_tokens=16)
+    own = {"max_new_tokens": LENGTH, "batch_size": 8, "key": bytes(32), "context": ("stop",)}
+    return sampled.draw(policy, prompts, **own | changes)
 
 
 def tokens_of(responses: Responses) -> list[list[int]]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from dprlhf import recipe
-from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses, sample
+from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.updates import find_update
 from dprlhf.updates.npg import response_examples
@@ -25,6 +24,7 @@ from helpers.autograd import gradient_of_user, relative_error
 from helpers.batches import Shape, batch_of
 from helpers.policies import policy_of
 from helpers.rounds import round_of
+from helpers.sampled import TEXTS, draw, prompts_of
 
 SAMPLING = Sampling(top_k=20, top_p=0.9)
 BETA = 0.1
@@ -36,10 +36,8 @@ def sampled() -> tuple[CausalLMPolicy, Responses, Scores]:
         policy.model.get_output_embeddings().weight.mul_(12)
     policy.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     policy.sampling = SAMPLING
-    texts: list[Any] = ["a", "some longer text", "middle", "xy"]
-    prompts = Prompts(texts, np.array([0, 0, 1, 2]), np.array([0, 1, 0, 0]), {})
-    spec = recipe.Rollout(responses=4, max_new_tokens=5)
-    responses = sample(policy, prompts, spec, key=bytes(32), context=("r",), max_prompt_tokens=16)
+    prompts = prompts_of(TEXTS[:4], [0, 0, 1, 2], [0, 1, 0, 0])
+    responses = draw(policy, prompts, responses=4, max_new_tokens=5)
     rewards = np.random.default_rng(6).normal(size=len(responses.user))
     return policy, responses, Scores(rewards, np.ones(len(rewards), bool), {})
 
