@@ -102,18 +102,6 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     assert with_defaults({"rounds": 0}, users=9, public=None, model="nowhere")["rounds"] == 0
 
 
-def test_more_rounds_take_finer_steps() -> None:
-    values = {"evaluation": {"data": {"path": "public"}}}
-    rates = {
-        rounds: with_defaults(
-            {**values, "rounds": rounds}, users=9, public=400, model="nowhere"
-        )["optimizer"]["learning_rate"]
-        for rounds in (1, 8, 16, 64, 0, "many")
-    }  # fmt: skip
-    # The path has one length; few rounds do not take longer steps. The last two are refused later.
-    assert rates == {1: 0.4, 8: 0.4, 16: 0.2, 64: 0.05, 0: 0.4, "many": 0.4}
-
-
 def test_a_stage_of_init_and_a_trl_trainer_have_one_recipe() -> None:
     text = new_recipe(
         model="gpt2", prompts="in-memory", user_column="user", public_prompts="in-memory",

@@ -32,11 +32,8 @@ DIRECTIONS = 16
 WIDE = 64
 """Least number of trained parameters for which so few directions save noise."""
 
-PATH, LONGEST_STEP = 3.2, 0.4
-"""With a subspace, the length of all steps of a run together, and of one step at most.
-
-More rounds then take finer steps, not a longer way from the base model.
-"""
+STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 0.4, "momentum": 0.6}
+"""The step rule with a subspace."""
 
 
 def with_defaults(
@@ -55,22 +52,17 @@ def with_defaults(
     if stage == "rl":
         made.setdefault("rollout", {}).setdefault("batch_size", "auto")
         works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
-    free, directed = "subspace" not in update and "optimizer" not in made, False
+    fewest, free = FEWEST_ROUNDS, "subspace" not in update and "optimizer" not in made
     if evaluation is not None and public is not None and free and works:
         taken = evaluation.get("prompts", min(EVALUATED, public // 2))
         if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS}
-            directed = True
+            made["optimizer"] = dict(STEPS)
+            fewest = FEWEST_WITH_DIRECTIONS
     if "rounds" not in made:
         passes = made.get("privacy", {}).get("participations", 1)
-        fewest = FEWEST_WITH_DIRECTIONS if directed else FEWEST_ROUNDS
         made["rounds"] = rounds_for(users, passes, fewest)
-    if directed:
-        rounds = made["rounds"]
-        valid = isinstance(rounds, int) and rounds > 0  # others are refused where they are checked
-        rate = round(min(LONGEST_STEP, PATH / rounds), 3) if valid else LONGEST_STEP
-        made["optimizer"] = {"name": "normalized-sgd", "learning_rate": rate, "momentum": 0.6}
     return made
 
 
