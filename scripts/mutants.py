@@ -403,7 +403,6 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=900, help="seconds a mutant")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "attack" / "mutants.json")
     parser.add_argument("--only", nargs="+", default=None, help="names; writes no results")
-    parser.add_argument("--hints-only", action="store_true", help=argparse.SUPPRESS)  # it always is
     given = parser.parse_args()
     mutants = read_mutants()
     chosen = [m for m in mutants if given.only is None or m.name in given.only]
