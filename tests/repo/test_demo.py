@@ -68,7 +68,7 @@ def test_the_figures_of_a_run(run: Any, overrides: list[str], capsys: Any) -> No
     assert found["demo: epsilon (delta 1e-5)"].holds
     assert found["demo: judge of other words, rise"].value == rise
     assert found["demo: judge of other words, rise over its standard error"].holds is (
-        rise >= 5 * error
+        rise >= 5 * error > 0  # so short a run may leave all texts as they were
     )
     # An estimate from few texts of a hardly changed policy, which may be below 0.
     assert abs(found["demo: KL to the base model"].value) < 1

@@ -85,8 +85,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 EXTRAS = {
-    "assets": "demo", "budget": "book", "evidence": "report",
-    "quantization.py": "quantization",
+    "assets": "demo", "budget": "book", "evidence.py": "report",
+    "given.py": "quantization",
     "report.py": "report", "trl": "trl", "tuning": "tune",
 }  # fmt: skip
 """Folders and modules that import more than a plain run does, and the extra that brings it."""
