@@ -111,6 +111,9 @@ class TestInit:
         assert users_in("people.csv", "", "text") == 3
         (here / "pairs.csv").write_text("text,a,b\na,ada,ben\nb,ben,ada\nc,cy,dan\nd,ada,dan\n")
         assert users_in("pairs.csv", "a, b", "text") == 2  # ada with ben, cy with dan
+        owners = ("--prompts", "pairs.csv", "--user-column", "a, b", "--prompt-column", "text")
+        assert call("init", *self.OPTIONS, *owners, "--public-prompts", "").exit_code == 0
+        assert load_recipe("recipe.yaml").data.user_column == ["a", "b"]
         assert users_in("org/prompts", "", "prompt") is None
         with pytest.raises(DprlhfError, match="there is no column 'whom'"):
             users_in("people.csv", "whom", "text")
@@ -123,6 +126,7 @@ class TestInit:
             ("--reward", "nowhere.py:f", "there is no file 'nowhere.py'"),
             ("--reward", "my_rewards.py:brevty", "has no 'brevty'; did you mean 'brevity'?"),
             ("--reward", "no_such_module:f", "no_such_module"),
+            ("--user-column", "prompt,prompt", "a column is named twice"),
             ("--reward", "my_rewards.py", "name the function as well: my_rewards.py:FUNCTION"),
         ],
     )

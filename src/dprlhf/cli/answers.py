@@ -173,4 +173,6 @@ def columns_of(answer: str) -> str | list[str] | None:
     ('user', ['buyer', 'seller'], None)
     """
     names = [name.strip() for name in answer.split(",") if name.strip()]
+    if len({*names}) < len(names):
+        raise DprlhfError(f"user column {answer!r}: a column is named twice")
     return names if len(names) > 1 else next(iter(names), None)
