@@ -111,7 +111,7 @@ def watch() -> Seen:
 
 
 SUBSPACE = {
-    "update__subspace": {"rank": 3, "prompts": 9, "keep_perplexity": True},
+    "update__subspace": {"rank": 3, "prompts": 9, "keep_perplexity": True, "target_kl": 0.1},
     "evaluation_prompts": [f"public {'words ' * (i % 3)}{i}" for i in range(EVALUATED + 12)],
     "evaluation__prompts": EVALUATED,
     "evaluation__every": 2,

@@ -1,7 +1,11 @@
 """Runs whose releases are in a subspace of public gradients: where it comes from, and resuming."""
 
+import copy
+import itertools
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import dprlhf
-from dprlhf import DprlhfError
+from dprlhf import DprlhfError, recipe
 from dprlhf.data.public import in_memory_prompts
 from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy.gate import Gate
@@ -53,7 +57,7 @@ def subspace_in(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one(model, tmp_path, monkeypatch):
-    values = settings(rounds=3, subspace={"refresh": 2})
+    values = settings(rounds=3, subspace={"refresh": 2, "target_kl": 0.5})
     train(model, tmp_path / "whole", **values)
     release = Gate.release
     for stop in (2, 3):
@@ -176,6 +180,101 @@ def test_the_mean_public_gradient_can_be_the_one_direction(model: str, tmp_path:
         train(model, folder, **given, callbacks=[look])
     along = (seen[False].double() * seen[True].double()).sum().abs()
     assert along < 0.999
+
+
+def divergences(policy: Any, states: list[dict[str, torch.Tensor]]) -> list[float]:
+    """Return KL(π_t ‖ π_t+1) in nats a response of four tokens, all logits, on fresh draws."""
+    end = policy.tokenizer.eos_token_id
+    found = []
+    torch.manual_seed(0)
+    for before, after in itertools.pairwise(states):
+        both = [copy.deepcopy(policy) for _ in range(2)]
+        for one, state in zip(both, (before, after), strict=True):
+            one.load_state(state)
+        total = 0.0
+        for text in PUBLIC[6:]:
+            tokens = torch.tensor([policy.tokenizer(text)["input_ids"]] * 20)
+            running = torch.ones(len(tokens), dtype=torch.bool)
+            for _ in range(4):
+                with torch.no_grad():
+                    first, second = (
+                        one.model(input_ids=tokens).logits[:, -1].double().log_softmax(1)
+                        for one in both
+                    )
+                each = (first.exp() * (first - second)).sum(1)
+                total += float(each[running].sum()) / len(tokens)
+                drawn = torch.multinomial(first.exp(), 1)
+                tokens = torch.cat([tokens, drawn], 1)
+                running &= drawn[:, 0] != end
+        found.append(total / len(PUBLIC[6:]))
+    return found
+
+
+@pytest.mark.slow
+def test_a_round_moves_the_policy_by_its_share_of_the_target(model, tmp_path, monkeypatch):
+    """Wherever the optimizer's step is too long; a step that is not stays as it is."""
+    kept: dict[Any, list[dict[str, torch.Tensor]]] = {}
+    # The noise follows from the recipe: runs without the limit have the same one.
+    for target, limited in itertools.product((0.01, 1e9), (True, False)):
+        folder, states = tmp_path / f"{target}-{limited}", kept.setdefault((target, limited), [])
+
+        def look(_: dict[str, Any], folder: Path = folder, to: Any = states) -> None:
+            to.append(load_file(folder / "checkpoint/policy.safetensors"))
+
+        given = settings(
+            subspace={"target_kl": target}, optimizer__name="normalized-sgd", learning_rate=2.0
+        )
+        with monkeypatch.context() as patch:
+            if not limited:
+                patch.setattr(guidance.Guidance, "trust_region", lambda *_: nullcontext())
+            policy = train(model, folder, **given, callbacks=[look]).policy
+    for one, other in zip(kept[1e9, True], kept[1e9, False], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    share = 0.01 / 3**2
+    found, unlimited = (divergences(policy, kept[0.01, limited]) for limited in (True, False))
+    assert all(share / 2 < one < 2 * share for one in found)
+    assert min(unlimited) > 4 * share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["private update", "feedback"])
+def test_with_the_same_releases_the_policy_is_the_same_whoever_the_users_are(
+    stage: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directions and length of the steps are functions of public rows and releases alone."""
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    release = Gate.release
+
+    def of_noise(self: Any, t: int, bounded: Any) -> Any:
+        return release(self, t, replace(bounded, total=torch.zeros_like(bounded.total)))
+
+    monkeypatch.setattr("dprlhf.privacy.gate.Gate.release", of_noise)
+    measured, token_logprobs = [], guidance.token_logprobs
+
+    def counted(*given: Any) -> Any:
+        measured.append(len(given))
+        return token_logprobs(*given)
+
+    monkeypatch.setattr(guidance, "token_logprobs", counted)
+    policies = []
+    for name in ("some", "others"):
+        folder, optimizer = tmp_path / name, {"name": "normalized-sgd", "learning_rate": 2.0}
+        if stage == "feedback":
+            spec, rows, public = stage_settings(
+                stage, model, folder, subspace={"rank": 3, "prompts": 12, "target_kl": 0.005}
+            )
+            spec = spec.model_copy(update={"optimizer": recipe.Optimizer(**optimizer)})
+            rows = [{**row, "prompt": f"{name} {row['prompt']}"} for row in rows]
+            given = {"evaluation_data": public, "quiet": True}
+            policies.append(dprlhf.train_stage(spec, data=rows, **given).policy)
+        else:
+            users = [f"{name} {i}" for i in range(40)]
+            given = settings(prompts=users, subspace={"target_kl": 0.005}, optimizer=optimizer)
+            del given["learning_rate"]
+            policies.append(train(model, folder, **given).policy)
+    start, end = (list(policy.parameters.values()) for policy in policies)
+    assert all(torch.equal(one, other) for one, other in zip(start, end, strict=True))
+    assert len(measured) > 2 * 3 * 2  # steps were shortened, and measured again
 
 
 @pytest.mark.slow

@@ -83,6 +83,10 @@ def held_out(recipe: AnyRecipe, public: Users) -> Prompts:
     return public.select(np.arange(first, min(first + HELD_OUT, public.count)))
 
 
+MEASURED = 32
+"""Public rows on which the divergence of a step is measured (``update.subspace.target_kl``)."""
+
+
 @dataclass(frozen=True)
 class Guides:
     """Public prompts to which directions are fitted (``update.subspace``, an adapter's start)."""

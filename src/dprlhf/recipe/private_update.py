@@ -33,6 +33,9 @@ class Subspace(Settings):
             log-likelihood under the base model. A step then leaves the base model's perplexity of
             the responses unchanged to first order, so texts stay more fluent for the same reward.
             It takes another gradient pass over the public responses.
+        target_kl: Divergence from the first policy, in nats a response, which a run of steps in one
+            direction would reach. Each round's step is shortened to its share, as measured on
+            public responses; null leaves steps as long as the optimizer makes them.
     """
 
     rank: PositiveInt = 16
@@ -41,6 +44,7 @@ class Subspace(Settings):
     refresh: PositiveInt = 1
     mean_first: bool = False
     keep_perplexity: bool = False
+    target_kl: PositiveFloat | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Subspace:

@@ -32,8 +32,10 @@ DIRECTIONS = 16
 WIDE = 64
 """Least number of trained parameters for which so few directions save noise."""
 
-STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 0.4, "momentum": 0.6}
-"""The step rule with a subspace."""
+TARGET_KL = 20.0
+
+STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 2.0, "momentum": 0.6}
+"""The step rule with a subspace; few steps are as long as that under the target divergence."""
 
 
 def with_defaults(
@@ -57,7 +59,7 @@ def with_defaults(
         taken = evaluation.get("prompts", min(EVALUATED, public // 2))
         if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
             evaluation["prompts"] = taken
-            update["subspace"] = {"rank": DIRECTIONS}
+            update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
             made["optimizer"] = dict(STEPS)
             fewest = FEWEST_WITH_DIRECTIONS
     if "rounds" not in made:

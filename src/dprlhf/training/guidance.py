@@ -1,4 +1,4 @@
-"""The subspace of a round's releases, fitted to the gradients of PUBLIC rows.
+"""What PUBLIC rows decide in a round: the subspace of its releases, and the length of its step.
 
 Every few rounds, public rows are differentiated as the users' are, of the private updates after
 sampling and scoring. Nothing private is read: the policy is made of releases.
@@ -6,22 +6,27 @@ sampling and scoring. Nothing private is read: the policy is made of releases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.boundary import Private
-from dprlhf.data.public import Guides
+from dprlhf.data.public import MEASURED, Guides
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.subspace import Subspace, fit_subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.protocol import Sampling
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.scoring import score_responses
-from dprlhf.rollout import keeps_outputs, public_sampling_settings, sample_public
+from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample_public
+from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.sampling import Keep
 from dprlhf.training.run import Batch, Run
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
@@ -30,8 +35,12 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None]
 """What public users would contribute, ``[users, dimension]``, and what the directions avoid."""
 
 
+_LENGTHS = 2
+"""Lengths of a step that are measured: the optimizer's, and the first that is shortened."""
+
+
 class Guidance:
-    """Finds the subspace of each round; its state is the current one."""
+    """Finds the subspace of each round and shortens its step; its state is the last subspace."""
 
     def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
         self._settings = settings
@@ -99,6 +108,50 @@ class Guidance:
         shared: Subspace = processes.from_main(fitted)
         return shared
 
+    @contextmanager
+    def trust_region(
+        self, run: Run, batch: Batch, rows_of: Callable[[Prompts], Responses]
+    ) -> Iterator[None]:
+        """Shorten what the block moves the policy by to a round's share of ``target_kl``.
+
+        Args:
+            rows_of: Returns the rows of PUBLIC prompts on which the divergence is measured.
+        """
+        target = self._settings.target_kl
+        if target is None:
+            yield
+            return
+        # A trust region's step length (TRPO, arXiv 1502.05477), for the whole of a round.
+        draw = np.random.default_rng([self._seed, batch.t, 1])
+        prompts = self._guides.draw(MEASURED, draw)
+        own = run.processes.share(np.arange(len(prompts)))
+        with run.progress.unlogged():
+            rows = rows_of(prompts.take(own))
+
+        def logprobs() -> NDArray[np.float64]:
+            with run.policy.sampled_with(Sampling()):  # no token is cut: ratios are finite
+                return token_logprobs(run.policy, rows, run.recipe.update.batch_size)
+
+        parameters = list(run.policy.parameters.values())
+        start, before = [p.detach().clone() for p in parameters], logprobs()
+        yield
+        batch.bar.start("length of the step", Private(own))
+        moves = [p.detach() - of_start for p, of_start in zip(parameters, start, strict=True)]
+        # The divergence grows with the square of the distance, and T equal steps may add up.
+        most, share = target / run.plan.rounds**2, 1.0
+        for _ in range(_LENGTHS):
+            # KL(π_t ‖ π_t+1) is E ½ Σ_tokens (log π_t+1 − log π_t)² to second order.
+            squares = float(((logprobs() - before) ** 2).sum()) / 2
+            total = run.processes.sum(torch.tensor([squares, len(before)], dtype=torch.float64))
+            divergence = float(total[0] / total[1])
+            if share == 1.0 and divergence <= most:
+                return
+            share *= math.sqrt(most / divergence) if 0 < divergence < math.inf else 0.1
+            share = min(share, 1.0)
+            with torch.no_grad():
+                for parameter, of_start, move in zip(parameters, start, moves, strict=True):
+                    parameter.copy_(of_start + share * move)
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, all of them public or released."""
         if self._subspace is None:
@@ -153,6 +206,14 @@ def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -
                 )
             )
     return torch.cat(gradients), torch.cat(likelihoods) if likelihoods else None
+
+
+def policy_rows(run: Run, batch: Batch, prompts: Prompts) -> Responses:
+    """Return a response of the policy to each PUBLIC prompt."""
+    settings = run.recipe
+    assert isinstance(settings, Recipe)
+    rollout = public_sampling_settings(settings.rollout, len(prompts), 1)
+    return sample_public(run.policy, prompts, settings, rollout, "target_kl", batch.t)
 
 
 def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) -> tuple[int, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -316,38 +317,47 @@ class Reinforcement:
                     users, lambda p: run.policy.encode(p.prompts, longest, p.for_template)
                 )
 
-        batch.bar.start("sampling", batch.users)
-        responses: Private[Responses] = sample_responses(
-            run.policy,
-            batch.users.map(readable),
-            recipe.rollout,
-            key=run.key,
-            round_=batch.t,
-            max_prompt_tokens=longest,
-            tick=batch.tick,
-            keep="gradients" if self.keeps else None,
-        )
-        batch.bar.start("rewards", batch.users)
-        scores: Private[Scores] = score_private(self.scorer, responses)
-        batch.bar.start("gradients", batch.users)
-        round_ = PrivateRound(
-            policy=run.policy,
-            responses=responses,
-            scores=scores,
-            plan=run.plan,
-            telemetry=self.telemetry,
-            subspace=subspace,
-            optimizer=run.optimizer,
-            reduce=run.processes.sum,
-            gate=batch.release,
-            t=batch.t,
-            tick=batch.tick,
-        )
-        subtract_kl(round_, recipe.kl, recipe.update.batch_size)
-        if self.watch is not None:
-            self.watch(round_)
-        find_update(recipe.update)(round_, recipe.update)
+        # Around all of it: public rows in between would drop the outputs kept for gradients.
+        with self._trust_region(run, batch):
+            batch.bar.start("sampling", batch.users)
+            responses: Private[Responses] = sample_responses(
+                run.policy,
+                batch.users.map(readable),
+                recipe.rollout,
+                key=run.key,
+                round_=batch.t,
+                max_prompt_tokens=longest,
+                tick=batch.tick,
+                keep="gradients" if self.keeps else None,
+            )
+            batch.bar.start("rewards", batch.users)
+            scores: Private[Scores] = score_private(self.scorer, responses)
+            batch.bar.start("gradients", batch.users)
+            round_ = PrivateRound(
+                policy=run.policy,
+                responses=responses,
+                scores=scores,
+                plan=run.plan,
+                telemetry=self.telemetry,
+                subspace=subspace,
+                optimizer=run.optimizer,
+                reduce=run.processes.sum,
+                gate=batch.release,
+                t=batch.t,
+                tick=batch.tick,
+            )
+            subtract_kl(round_, recipe.kl, recipe.update.batch_size)
+            if self.watch is not None:
+                self.watch(round_)
+            find_update(recipe.update)(round_, recipe.update)
         return self._outcome(round_)
+
+    def _trust_region(self, run: Run, batch: Batch) -> AbstractContextManager[None]:
+        if self.guidance is None:
+            return nullcontext()
+        from dprlhf.training.guidance import policy_rows
+
+        return self.guidance.trust_region(run, batch, partial(policy_rows, run, batch))
 
     def _outcome(self, round_: PrivateRound) -> Outcome:
         """Return the round's metrics, among them the noised mean reward from the first release."""

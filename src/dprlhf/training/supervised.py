@@ -9,6 +9,7 @@ update (DP-SGD with one user as the unit). The result is an adapter, and the mer
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import Private
 from dprlhf.data.columns import NUMBERS, is_text
 from dprlhf.data.in_memory import InMemoryInputs
-from dprlhf.data.public import evaluated, held_out
+from dprlhf.data.public import MEASURED, evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.gradients.clipping import Weighted, clipped_sum
@@ -360,7 +361,11 @@ class Supervised:
         released = batch.release(clipped.bounded)
         if subspace is not None:
             released = released.map(subspace.lift)
-        ascend(run.policy.parameters.values(), run.optimizer, released)
+        limited: AbstractContextManager[None] = nullcontext()
+        if self.guidance is not None:
+            limited = self.guidance.trust_region(run, batch, partial(self.task.encode, run.policy))
+        with limited:
+            ascend(run.policy.parameters.values(), run.optimizer, released)
         return Outcome(released, clipped.norms, {}, Private({}))
 
     def _gradients(self, run: Run, public: Prompts) -> Gradients:
@@ -400,6 +405,8 @@ class Supervised:
         rows = run.plan.expected_batch_size * self.recipe.data.prompts_in_round
         if run.guides is not None and (spec := self.recipe.update.subspace) is not None:
             rows += min(spec.prompts, run.guides.count) / spec.refresh
+            if spec.target_kl is not None:  # three forward passes, each about a third of a gradient
+                rows += min(MEASURED, run.guides.count)
         return of_row * rows
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:

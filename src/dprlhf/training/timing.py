@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private
-from dprlhf.data.public import Guides
+from dprlhf.data.public import MEASURED, Guides
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -92,6 +92,10 @@ def seconds_a_round(
         updates = recipe.update.passes + (4 / 3 if subspace.keep_perplexity else 0)
         of_public = phases["rollout"] + phases["reward"] + updates * phases["update"]
         seconds += min(subspace.prompts, guides.count) / subspace.refresh * of_public
+        if subspace.target_kl is not None:
+            # One response each, and three forward passes, each about a third of a gradient.
+            measured = min(MEASURED, guides.count) / recipe.rollout.responses
+            seconds += measured * (phases["rollout"] + phases["update"])
     return seconds * recipe.rollout.responses
 
 

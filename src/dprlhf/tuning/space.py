@@ -90,6 +90,7 @@ SPACE: dict[str, Values | Factor] = {
     "optimizer.learning_rate": Factor(30, _rate),
     "update.clip_norm": Factor(10),
     "update.subspace.rank": _times("update.subspace.rank", 0.5, 1, 2),
+    "update.subspace.target_kl": Factor(4),
     "update.subspace.refresh": _times("update.subspace.refresh", 1, 2, 4),
     "policy.adapter.rank": _times("policy.adapter.rank", 1, 2, 4),
     "policy.adapter.layers": Values(_layers),
