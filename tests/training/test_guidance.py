@@ -7,6 +7,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
-from dprlhf.data.public import in_memory_prompts
+from dprlhf.data.in_memory import rows_of
+from dprlhf.data.public import Guides, in_memory_prompts
+from dprlhf.data.users import Users
 from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import STAGES, make_recipe
 from dprlhf.training import guidance, supervised
+from dprlhf.training.timing import rows_a_round
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
 from helpers.runs import ADAPTER, save_sharp, train
@@ -426,3 +430,18 @@ def test_an_unreadable_public_row_of_the_directions_is_refused_before_a_charge(m
         dprlhf.train_stage(spec, data=rows, evaluation_data=public, quiet=True)
     ledger = read_ledger(tmp_path / "run/ledger.jsonl") if (tmp_path / "run").exists() else []
     assert [e for e in ledger if e.kind == "charge"] == []
+
+
+def test_the_estimate_counts_public_rows_of_directions_and_step_length(model, tmp_path):
+    spec, rows, _ = stage_settings("sft", model, tmp_path)
+    users = Users(rows_of(spec.data, rows), spec.data)
+    terms = SimpleNamespace(expected_batch_size=10.0)
+    counted = []
+    for changes in ({}, {"refresh": 2}, {"target_kl": 1.0}):
+        update = {"subspace": {"rank": 3, "prompts": 12, **changes}}
+        made = type(spec).model_validate(spec.model_dump() | {"update": update})
+        counted.append(rows_a_round(made, terms, Guides(users, first=4)))
+    private = 10 * spec.data.prompts_in_round
+    public = [12, 6, 12 + min(32, users.count - 4)]
+    assert counted == [private + rows for rows in public]
+    assert rows_a_round(made, terms, None) == private

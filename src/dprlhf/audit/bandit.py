@@ -111,10 +111,7 @@ class _Tokenizer:
 
 
 class _Small(CausalLMPolicy):
-    """A policy with neither an adapter nor a limit on its context."""
-
-    def check_context_length(self, tokens: int, what: str, name: str) -> None:
-        """Accept any length: a prompt is one token."""
+    """A policy without an adapter."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the parameters."""

@@ -18,7 +18,13 @@ from dprlhf.training.processes import Processes
 from dprlhf.training.reinforcement import Reinforcement
 from dprlhf.training.run import PreparedRun, Stage
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.timing import in_words, seconds_a_response, seconds_a_round, seconds_a_row
+from dprlhf.training.timing import (
+    in_words,
+    rows_a_round,
+    seconds_a_response,
+    seconds_a_round,
+    seconds_a_row,
+)
 from dprlhf.training.trainer import rehearse_end
 
 
@@ -75,7 +81,7 @@ def dry_run_stage(
         some = public.first(size)
         seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)  # warms up
         seconds = seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)
-        drawn = plan.rounds * plan.expected_batch_size * recipe.data.prompts_in_round
+        drawn = plan.rounds * rows_a_round(recipe, plan, prepared.guides)
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {

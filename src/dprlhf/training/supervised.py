@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dprlhf.boundary import Private
 from dprlhf.data.columns import NUMBERS, is_text
 from dprlhf.data.in_memory import InMemoryInputs
-from dprlhf.data.public import MEASURED, evaluated, held_out
+from dprlhf.data.public import evaluated, held_out
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.gradients.clipping import Weighted, clipped_sum
@@ -44,7 +44,7 @@ from dprlhf.training.guidance import Gradients, Guidance
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
 from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
-from dprlhf.training.timing import seconds_a_row
+from dprlhf.training.timing import rows_a_round, seconds_a_row
 from dprlhf.updates.public_gradients import weighted_gradients
 
 
@@ -402,12 +402,7 @@ class Supervised:
         size = self.recipe.update.batch_size
         some = self.public.first(size)
         of_row = seconds_a_row(run.policy, self.task, some, size, run.plan.clip_norm)
-        rows = run.plan.expected_batch_size * self.recipe.data.prompts_in_round
-        if run.guides is not None and (spec := self.recipe.update.subspace) is not None:
-            rows += min(spec.prompts, run.guides.count) / spec.refresh
-            if spec.target_kl is not None:  # three forward passes, each about a third of a gradient
-                rows += min(MEASURED, run.guides.count)
-        return of_row * rows
+        return of_row * rows_a_round(self.recipe, run.plan, run.guides)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:
         """Evaluate on the public rows after round t."""

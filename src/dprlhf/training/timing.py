@@ -19,6 +19,7 @@ from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
+from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, sample_public
@@ -97,6 +98,17 @@ def seconds_a_round(
             measured = min(MEASURED, guides.count) / recipe.rollout.responses
             seconds += measured * (phases["rollout"] + phases["update"])
     return seconds * recipe.rollout.responses
+
+
+def rows_a_round(recipe: StageRecipe, plan: Plan, guides: Guides | None) -> float:
+    """Return how many rows are differentiated in a round of expected size of a supervised stage."""
+    rows = plan.expected_batch_size * recipe.data.prompts_in_round
+    subspace = recipe.update.subspace
+    if subspace is not None and guides is not None:
+        rows += min(subspace.prompts, guides.count) / subspace.refresh
+        if subspace.target_kl is not None:  # three forward passes, each about a third of a gradient
+            rows += min(MEASURED, guides.count)
+    return rows
 
 
 def in_words(seconds: float) -> str:
