@@ -320,7 +320,7 @@ def stage_settings(stage: str, model: str, folder: Path, **update: Any) -> tuple
     values = {
         "policy": {"model_name_or_path": model, "adapter": ADAPTER},
         "data": {"path": "in-memory", "user_column": "user"},
-        "update": {"subspace": {"rank": 3, "prompts": 12}, **update},
+        "update": {"subspace": {"rank": 3, "prompts": 12, "target_kl": 0.5}, **update},
         "optimizer": {"name": "normalized-sgd", "learning_rate": 0.1},
         "evaluation": {"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
         "privacy": {"epsilon": 8.0}, "rounds": 3, "output_dir": str(folder),
