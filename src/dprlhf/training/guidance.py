@@ -35,8 +35,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor | None]
 """What public users would contribute, ``[users, dimension]``, and what the directions avoid."""
 
 
-_LENGTHS = 2
-"""Lengths of a step that are measured: the optimizer's, and the first that is shortened."""
+_MOST_LENGTHS, _TOLERANCE = 20, 1.1
+"""Lengths of a step that are tried at most, and by how much its divergence may miss its share."""
 
 
 class Guidance:
@@ -137,16 +137,17 @@ class Guidance:
         yield
         batch.bar.start("length of the step", Private(own))
         moves = [p.detach() - of_start for p, of_start in zip(parameters, start, strict=True)]
-        # The divergence grows with the square of the distance, and T equal steps may add up.
-        most, share = target / run.plan.rounds**2, 1.0
-        for _ in range(_LENGTHS):
+        most, share = target / run.plan.rounds**2, 1.0  # T equal steps may add up to a T-fold one
+        for _ in range(_MOST_LENGTHS):
             # KL(π_t ‖ π_t+1) is E ½ Σ_tokens (log π_t+1 − log π_t)² to second order.
             squares = float(((logprobs() - before) ** 2).sum()) / 2
             total = run.processes.sum(torch.tensor([squares, len(before)], dtype=torch.float64))
             divergence = float(total[0] / total[1])
-            if share == 1.0 and divergence <= most:
+            too_short = share < 1.0 and 0 < divergence < most / _TOLERANCE
+            if divergence <= _TOLERANCE * most and not too_short:
                 return
-            share *= math.sqrt(most / divergence) if 0 < divergence < math.inf else 0.1
+            # It grows with the square of the length; not so far away, and so this is repeated.
+            share *= math.sqrt(most / divergence) if divergence < math.inf else 0.1
             share = min(share, 1.0)
             with torch.no_grad():
                 for parameter, of_start, move in zip(parameters, start, moves, strict=True):
