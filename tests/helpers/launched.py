@@ -99,8 +99,8 @@ def watch() -> Seen:
     spy(dprlhf.training.reinforcement, "load_policy_of", lambda policy: policy.model.double())
     spy(Ledger, "__init__", lambda _: setattr(seen, "ledgers", seen.ledgers + 1))
     spy(Processes, "share", lambda users: seen.shares.append(len(users)))
-    # Sums of two numbers are votes on the layout.
-    spy(Processes, "sum", lambda sum_: seen.sums.append(sum_.clone()) if len(sum_) > 2 else None)
+    # Sums of two numbers are votes on the layout, of three the divergence of a step.
+    spy(Processes, "sum", lambda sum_: seen.sums.append(sum_.clone()) if len(sum_) > 3 else None)
     spy(gate, "rounded_gaussian", lambda noise: seen.noise.append(digest(noise)))
     spy(
         Processes,

@@ -34,8 +34,9 @@ class Subspace(Settings):
             the responses unchanged to first order, so texts stay more fluent for the same reward.
             It takes another gradient pass over the public responses.
         target_kl: Divergence from the first policy, in nats a response, which a run of steps in one
-            direction would reach. Each round's step is shortened to its share, as measured on
-            public responses; null leaves steps as long as the optimizer makes them.
+            direction would reach; proportionally less where responses have fewer than 24 tokens.
+            Each round's step is shortened to its share, as measured on public responses; null
+            leaves steps as long as the optimizer makes them.
     """
 
     rank: PositiveInt = 16

@@ -39,6 +39,10 @@ _MOST_LENGTHS, _TOLERANCE = 20, 1.1
 """Lengths of a step that are tried at most, and by how much its divergence may miss its share."""
 
 
+_WHOLE = 24
+"""Tokens of a response from which on it may have all of the target divergence."""
+
+
 class Guidance:
     """Finds the subspace of each round and shortens its step; its state is the last subspace."""
 
@@ -137,12 +141,17 @@ class Guidance:
         yield
         batch.bar.start("length of the step", Private(own))
         moves = [p.detach() - of_start for p, of_start in zip(parameters, start, strict=True)]
-        most, share = target / run.plan.rounds**2, 1.0  # T equal steps may add up to a T-fold one
+        share = 1.0
         for _ in range(_MOST_LENGTHS):
             # KL(π_t ‖ π_t+1) is E ½ Σ_tokens (log π_t+1 − log π_t)² to second order.
             squares = float(((logprobs() - before) ** 2).sum()) / 2
-            total = run.processes.sum(torch.tensor([squares, len(before)], dtype=torch.float64))
-            divergence = float(total[0] / total[1])
+            own_sums = [squares, len(before), float(rows.policy_mask.sum())]
+            total, count, tokens = run.processes.sum(
+                torch.tensor(own_sums, dtype=torch.float64)
+            ).tolist()
+            divergence = total / count
+            # T equal steps may add up to one that is T times as long.
+            most = target * min(1.0, tokens / count / _WHOLE) / run.plan.rounds**2
             too_short = share < 1.0 and 0 < divergence < most / _TOLERANCE
             if divergence <= _TOLERANCE * most and not too_short:
                 return
