@@ -237,9 +237,10 @@ def test_a_callback_that_lacks_its_metric_is_refused_before_there_is_a_folder(mo
 
 
 def test_no_rows_are_no_missing_column(model: str, tmp_path: Path) -> None:
-    for rows, said in (([], "dataset is empty"), ([{"text": "x"}], "no column 'prompt'")):
-        with pytest.raises(DprlhfError, match=said):
-            trainer(model, tmp_path / "a", train_dataset=Dataset.from_list(rows)).train()
+    for name in ("train_dataset", "eval_dataset"):
+        for rows, said in (([], "no rows"), ([{"text": "x"}], "no column 'prompt'")):
+            with pytest.raises(DprlhfError, match=f"^{name}.*{said}"):
+                trainer(model, tmp_path / "a", **{name: Dataset.from_list(rows)})
 
 
 def test_a_model_that_is_frozen_in_part_is_not_trained_whole(model: str, tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
             f"{name}: give a datasets.Dataset or a list of rows, not a {type(given).__name__}"
         )
     rows = rows_from(given, "prompt")
-    if "prompt" not in rows.column_names and len(rows) and not may_lack_prompts:
+    if not len(rows):
+        raise DprlhfError(f"{name}: there are no rows")
+    if "prompt" not in rows.column_names and not may_lack_prompts:
         names = ", ".join(rows.column_names)
         raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {names}")
     if images := [column for column in rows.column_names if column in ("image", "images")]:
