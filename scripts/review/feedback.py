@@ -144,7 +144,12 @@ class Simulation:
         )  # fmt: skip
         recipe = recipe_from(yaml.safe_load(text), (), source="init")
         values = recipe.model_dump() | {"seed": seed}
-        values["data"] |= {"max_prompt_tokens": 48, "max_completion_tokens": TOKENS}
+        # A user's places are computed at their full width, whatever is in them.
+        values["data"] |= {
+            "max_prompts_per_user": SHOWN,
+            "max_prompt_tokens": 24 if self.score is commas else 48,
+            "max_completion_tokens": TOKENS,
+        }
         values["evaluation"]["declared_public"] = True  # those of "public only" are the users'
         values["previous"] = [{"run": str(before)}] if before else []
         dprlhf.train_stage(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
@@ -15,8 +16,9 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.training import feedback
+from dprlhf.training import feedback, supervised
 from dprlhf.training.feedback import Reactions, log_probability, reaction
+from dprlhf.updates.public_gradients import weighted_gradients
 from helpers import runs
 from helpers.stages import (
     check_user_sums,
@@ -230,6 +232,35 @@ def test_it_learns_without_noise(loss, tmp_path, monkeypatch):
     assert run.after["loss"].mean < run.before["loss"].mean - 0.005
     last = json.loads((tmp_path / "free/evaluation.json").read_text())["after"]
     assert set(last) == set(recipe.FeedbackRecipe.public_losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["policy_gradient", "kto"])
+def test_directions_avoid_what_a_log_says_without_its_labels(loss, model, tmp_path, monkeypatch):
+    """Otherwise labels that are mostly false push the policy away from the log as a whole."""
+    seen = []
+
+    def kept(*args: Any) -> torch.Tensor:
+        seen.append(weighted_gradients(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(supervised, "weighted_gradients", kept)
+    public = [
+        row | {"completion": " " + "abxyz"[i % 5] * (1 + i % 3), "label": i % 4 == 0}
+        for i, row in enumerate(logs(100, 24))
+    ]
+    spec = stage_of_logs(
+        model, tmp_path / "run", rounds=1,
+        update={"loss_type": loss, "subspace": {"rank": 4, "prompts": 24}},
+        evaluation={"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
+    )  # fmt: skip
+    dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=public, quiet=True)
+    signs = torch.tensor([1.0 if row["label"] else -1.0 for row in public[4:]]).double()
+    scores = signs[:, None] * seen[0].double()
+    mean = (scores / scores.norm(dim=1, keepdim=True)).mean(0)
+    directions = load_file(tmp_path / "run/checkpoint/subspace.safetensors")["directions"]
+    assert mean.norm() > 0.1
+    assert (directions.double() @ mean).norm() < 1e-5
 
 
 @pytest.mark.parametrize("bad", ["words", None, "nan", "1e999"])

@@ -43,6 +43,7 @@ from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base, token_logprobs
 from dprlhf.runs.card import note_value
 from dprlhf.runs.folder import write_json
+from dprlhf.training.guidance import Gradients
 from dprlhf.training.rounds import released_values
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
 from dprlhf.training.supervised import Losses, StageResult, Supervised
@@ -354,6 +355,16 @@ class FromFeedback(Supervised):
         super().settle(prepared)
         if self.public is not None:
             self.task.compare_with(prepared.policy, self.public)
+
+    def _gradients(self, run: Run, public: Prompts) -> Gradients:
+        """Return what PUBLIC rows would contribute, and their unit scores, which directions avoid.
+
+        Clipped scores ∇ log π of a log have a mean. Along it the policy would move without any
+        preference, away from the log where most labels are false.
+        """
+        vectors, _ = super()._gradients(run, public)
+        signs = torch.tensor(self.task.encode(run.policy, public).extra["counts"]).sign()
+        return vectors, torch.nn.functional.normalize(signs[:, None].to(vectors) * vectors)
 
     # --- the value of the tuned policy ------------------------------------------------------
 
