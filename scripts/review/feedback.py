@@ -265,7 +265,11 @@ class Simulation:
         with tempfile.TemporaryDirectory() as place:
             out = Path(place) / "1"
             if method != "windows":
-                return {"share": self.share(self.fitted(stage, rows, epsilon, seed, out))}
+                one = {"share": self.share(self.fitted(stage, rows, epsilon, seed, out))}
+                if method == "feedback":
+                    value = json.loads((out / "evaluation.json").read_text())["value"]
+                    one["known"] = value["tuned"]["weight"]
+                return one
             model = self.fitted("feedback", rows, epsilon, seed, out)
             for window in range(2, WINDOWS + 1):  # the same users, and what they were shown since
                 rows, before, out = self.log(users, seed, model), out, Path(place) / str(window)
@@ -308,7 +312,7 @@ def main() -> None:
         if "public only" in options.methods:
             cells = [c for c in cells if c[0] != "public only"] + [("public only", 0, 0.0)]
         for method, users, epsilon in [("before", 0, 0.0), *cells]:
-            shares = []
+            shares, known = [], []
             for seed in range(options.seeds):
                 file = options.kept / f"{name}-{method}-{users}-{epsilon:g}-{seed}.json"
                 if not file.is_file():
@@ -327,6 +331,7 @@ def main() -> None:
                     file.write_text(json.dumps({**one, "machine": machine()}))
                 one = json.loads(file.read_text())
                 shares.append(one["share"])
+                known += [one["known"]] if "known" in one else []
                 print(name, method, users, epsilon, seed, shares[-1], flush=True)
                 if method == "before":
                     break
@@ -339,6 +344,9 @@ def main() -> None:
                 most = f"at most {WINDOWS}"
                 rows.append(Result(row + ": total", total, "epsilon", most, total <= WINDOWS, *by))
             rows.append(Result(row + ": liked", statistics.fmean(shares), "share", "", None, *by))
+            if len(known) == len(shares):
+                what = f"{row}: part of the tuned policy that the value knows"
+                rows.append(Result(what, statistics.fmean(known), "1", "", None, *by))
             if len(shares) > 1:
                 error = statistics.stdev(shares) / len(shares) ** 0.5
                 rows.append(Result(row + ": standard error", error, "share", "", None, *by))
