@@ -13,6 +13,7 @@ without noise on the labelled public rows, from which the directions of the othe
 noise, by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private
 subspace of the model's hidden states, and the policy to the best and worst of public completions:
 DPPrefSyn (arXiv 2605.30808), with one cluster of users and this project's loss instead of DPO.
+``shuffled`` fits the log with its labels in a random order, from which nothing can be learned.
 ``windows`` fits four logs of the same users, each written by the model that the one before made.
 ``interval`` asks, without a model, how often the private value's interval holds the true value.
 """
@@ -254,7 +255,11 @@ class Simulation:
     def tuned(self, method: str, users: int, epsilon: float, seed: int) -> dict[str, Any]:
         """Return the share after a run; of ``windows`` also the total cost."""
         stage, rows = method, self.log(users, seed) if users else []
-        if method == "sft":
+        if method == "shuffled":
+            labels = random.Random(seed).sample([row["label"] for row in rows], len(rows))
+            stage = "feedback"
+            rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
+        elif method == "sft":
             rows = [row for row in rows if row["label"]]
         elif method == "reward model":
             return {"share": self.share(self.by_reward_model(rows, epsilon, seed))}
