@@ -125,6 +125,18 @@ def test_the_clip_norm_is_half_the_median(size: float) -> None:
     assert found.coordinates(gradients).norm(dim=1).median() == pytest.approx(0.3 / 0.5)
 
 
+@pytest.mark.parametrize("mean_first", [False, True])
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
+def test_gradients_of_any_size_have_the_same_directions(size: float, mean_first: bool) -> None:
+    """A policy that diverged has had gradients of 1e27, whose squares overflow float32."""
+    gradients = gradients_along(orthonormal(6, 80), 51, noise=0.1).float()
+    given = {"clip_norm": 0.3, "mean_first": mean_first, "avoid": orthonormal(1, 80).float()}
+    usual = fit_subspace(gradients, 4, **given)
+    found = fit_subspace(size * gradients, 4, **given)
+    assert torch.equal(found.directions, usual.directions)
+    assert found.scale == usual.scale / size
+
+
 def test_without_clipping_there_is_no_scale() -> None:
     assert fit(gradients_along(orthonormal(3, 20), 30), 3, clip_norm=math.inf).scale == 1.0
 

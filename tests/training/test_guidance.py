@@ -225,8 +225,10 @@ def test_a_round_moves_the_policy_by_its_share_of_the_target(model, tmp_path, mo
         def look(_: dict[str, Any], folder: Path = folder, to: Any = states) -> None:
             to.append(load_file(folder / "checkpoint/policy.safetensors"))
 
+        # Without a limit such a rate leads where a rounding decides whether weights stay finite.
+        rate = 1e4 if limited and target == 0.06 else 10.0
         given = settings(
-            subspace={"target_kl": target}, optimizer__name="normalized-sgd", learning_rate=1e4
+            subspace={"target_kl": target}, optimizer__name="normalized-sgd", learning_rate=rate
         )
         with monkeypatch.context() as patch:
             if not limited:

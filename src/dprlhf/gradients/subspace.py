@@ -69,8 +69,9 @@ def fit_subspace(
         gradients = _orthogonal(gradients, away)
     gradients = gradients[gradients.any(1)]
     norms = gradients.double().norm(dim=1)
-    bound = float(norms.median()) / 2 if len(norms) else 0.0
-    clipped = gradients * (bound / norms.clamp(min=1e-300)).clamp(max=1)[:, None].to(gradients)
+    sizes = norms.clamp(min=float(norms.median()) / 2 if len(norms) else 0.0)
+    # At most 1, since the squares of a diverged policy's gradients overflow float32.
+    clipped = gradients / sizes.to(gradients)[:, None]
     # The Gram matrix is as large as the number of public users, whatever the dimension is.
     values, vectors = torch.linalg.eigh((clipped @ clipped.T).double())
     keep = min(rank, len(values))
@@ -82,7 +83,7 @@ def fit_subspace(
     top = torch.where(size > 1e-6 * size.max(), top / size.clamp(min=1e-30), 0.0)
     # What is avoided comes first: the others, arbitrary ones too, are then orthogonal to it.
     directions = torch.linalg.qr(torch.cat([away.to(top), top]).T).Q.T[len(away) :].contiguous()
-    seen = (gradients @ directions.T).double().norm(dim=1)
+    seen = (clipped @ directions.T).double().norm(dim=1) * sizes
     median = float(seen.median()) if len(seen) else 0.0
     scaled = math.isfinite(clip_norm) and median > 0
     return Subspace(directions, clip_norm / (CLIP_RATIO * median) if scaled else 1.0)
