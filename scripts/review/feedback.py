@@ -145,10 +145,9 @@ class Simulation:
         )  # fmt: skip
         recipe = recipe_from(yaml.safe_load(text), (), source="init")
         values = recipe.model_dump() | {"seed": seed}
-        # A user's places are computed at their full width, whatever is in them.
-        values["data"] |= {
+        # Completions have no end where they were cut. A user's places are computed, empty or not.
+        values["data"] = recipe.data.model_dump(exclude_unset=True) | {
             "max_prompts_per_user": SHOWN,
-            "max_prompt_tokens": 24 if self.score is commas else 48,
             "max_completion_tokens": TOKENS,
         }
         values["evaluation"]["declared_public"] = True  # those of "public only" are the users'

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.cli.app import app
-from dprlhf.data.users import Prompts
+from dprlhf.data.given_rows import rows_from
+from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.classifier import load_reward_model
@@ -32,8 +34,9 @@ from dprlhf.rollout import Responses, sample
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.training.dpo import PreferredAnswers, encode_pairs
 from dprlhf.training.dry_run import dry_run_stage, explain
-from dprlhf.training.supervised import made_up_rows
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, split_row
+from dprlhf.training.feedback import Reactions
+from dprlhf.training.supervised import made_up_rows, with_lengths
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, pack, split_row
 from dprlhf.training.trainer import rehearse_end
 from helpers import stages, tiny
 from helpers.rounds import flat_gradient
@@ -435,6 +438,7 @@ def test_a_dry_run_times_public_rows_only(model: str, monkeypatch: pytest.Monkey
     shown = explain(plan)
     assert "in total             epsilon = " in shown
     assert "time for a row" in shown
+    assert "rows                 at most " in shown
 
 
 def test_a_baseline_takes_every_later_guarantee_away(model, tmp_path, monkeypatch):
@@ -635,7 +639,8 @@ def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
     encoded = NextTokens(whole).encode(trained, rows)
     seen = encoded.tokens[0][encoded.mask[0].bool()].tolist()
     assert seen[:10] == trained.render(talk[0]["prompt"])[:10]
-    assert NextTokens(whole).cut(trained, rows) == [False]  # nine tokens, without the start
+    of_row = {"max_prompt_tokens": [1], "max_completion_tokens": [10]}  # the end is cut
+    assert NextTokens(whole).lengths(trained, rows) == of_row
     # A short turn: the start, which is the end token as well, is not taken for an end.
     short = recipe.Documents(path="x", completion_column=None)
     trained.tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
@@ -645,6 +650,88 @@ def test_the_start_that_a_template_writes_is_not_learnt_after_itself() -> None:
     data = recipe.Documents(path="x")
     rows = examples([{"prompt": "hi", "completion": "<eos>o"}], data)
     assert learnt_of(NextTokens(data), trained, rows) == "<eos>o<eos>"
+
+
+def of_length(prompt: int, completion: int) -> dict[str, Any]:
+    """Return a row of any stage with so many tokens, each of a byte."""
+    learnt = "c" * completion
+    answers = {"completion": learnt, "chosen": learnt, "rejected": "no"}
+    return {"prompt": "p" * prompt, **answers, "label": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        (recipe.SFTRecipe, lambda spec: NextTokens(spec.data)),
+        (recipe.FeedbackRecipe, Reactions),
+        (recipe.DPORecipe, PreferredAnswers),
+    ],
+)
+@pytest.mark.parametrize(
+    ("parts", "given", "room", "expected"),
+    [
+        ((20, 40), {}, math.inf, (32, 48)),
+        ((20, 47), {}, math.inf, (32, 48)),  # with its end
+        ((20, 48), {}, math.inf, (32, 64)),
+        ((3, 3), {"max_prompt_tokens": 5}, math.inf, (5, 16)),
+        ((3, 3), {"max_completion_tokens": 5}, math.inf, (16, 5)),
+        ((90, 90), {}, 100, (50, 50)),
+        ((20, 90), {}, 100, (32, 68)),
+        ((90, 20), {}, 100, (68, 32)),
+        ((90, 90), {"max_prompt_tokens": 80}, 100, (80, 20)),
+        ((90, 90), {"max_completion_tokens": 99}, 100, (1, 99)),
+        (None, {}, math.inf, (64, 64)),
+    ],
+)
+def test_the_lengths_that_rows_keep_follow_from_public_ones(
+    kind, task, parts, given, room, expected
+):
+    spec = stages.stage_of(kind, data={"path": "in-memory", **given})
+    trained = wide_policy(0.1)
+    trained.room = room
+    public = None
+    if parts is not None:  # one of two hundred is longer
+        rows = [*[of_length(*parts)] * 199, of_length(500, 500)]
+        public = Users(rows_from(rows, "prompt"), spec.data)
+    found = with_lengths(spec, task(spec), trained, public).data
+    assert (found.max_prompt_tokens, found.max_completion_tokens) == expected
+
+
+@pytest.mark.parametrize(("labels", "expected"), [(["a", "b"], 48), (None, 64)])
+def test_a_reward_models_texts_are_as_long_as_public_ones(encoder, labels, expected) -> None:
+    data = recipe.Preferences(path="x", label_column="label" if labels else None)
+    given = {"data": data.model_dump(exclude_unset=True), "labels": labels}
+    spec = stages.stage_of(recipe.RewardRecipe, encoder, **given)
+    trained = load_reward_model(spec.policy.model_copy(update={"adapter": VALUE_BIASES}), labels)
+    row = {"prompt": "t" * 38, "label": "a", "chosen": "c" * 20, "rejected": "no"}
+    task = Pairs(spec.data) if labels is None else Labels(spec.data, labels)
+    public = Users(rows_from([row] * 20, "prompt"), spec.data)
+    assert with_lengths(spec, task, trained, public).data.max_tokens == expected
+    stated = spec.model_copy(update={"data": data.model_copy(update={"max_tokens": 7})})
+    assert with_lengths(stated, task, trained, public).data.max_tokens == 7
+
+
+def test_a_run_keeps_the_lengths_that_public_rows_show(model, tmp_path, monkeypatch) -> None:
+    """Prompts of 70 tokens were cut to 64."""
+    widths: list[Any] = []
+
+    def packed(*given: Any) -> Responses:
+        widths.append(given[-2:])
+        return pack(*given)
+
+    monkeypatch.setattr("dprlhf.training.tasks.pack", packed)
+    public = [{"prompt": "p" * 70, "completion": "c" * i} for i in range(1, 9)]
+    spec = sft(
+        model, tmp_path / "run", evaluation={"data": {"path": "in-memory"}},
+        data={"path": "in-memory", "user_column": "user"},
+    )  # fmt: skip
+    rows = [{**row, "prompt": "q" * 70} for row in people(0, 30)]
+    result = dprlhf.train_stage(spec, data=rows, evaluation_data=public, quiet=True)
+    kept = yaml.safe_load(result.folder.recipe.read_text())["data"]
+    assert (kept["max_completion_tokens"], kept["max_prompt_tokens"]) == (16, 80)
+    assert set(widths) == {(16, 80)}
+    note = (result.folder.secret / "operator.txt").read_text()
+    assert "no private row is left out, unreadable or cut" in note
 
 
 def test_a_tokenizer_that_warns_puts_no_text_into_a_log(model, tmp_path, monkeypatch, capfd):

@@ -99,6 +99,15 @@ def test_a_run_from_trls_rows_stops_goes_on_and_is_evaluated(model: str, tmp_pat
     assert json.loads((tmp_path / "run/privacy.json").read_text())["private"]
 
 
+def test_the_longest_prompt_follows_from_public_rows(model: str, tmp_path: Path) -> None:
+    public = Dataset.from_list(logs(100, 6, prompt="p" * 20))
+    assert made(model, tmp_path, eval_dataset=public).recipe.data.max_prompt_tokens == 32
+    room = made(model, tmp_path).recipe.data.max_prompt_tokens
+    assert room == min(512, made(model, tmp_path)._policy.room - 8)
+    given: dict[str, Any] = {"eval_dataset": public, "privacy_max_prompt_tokens": 9}
+    assert made(model, tmp_path, **given).recipe.data.max_prompt_tokens == 9
+
+
 def test_users_rows_are_not_evaluated(model: str, tmp_path: Path) -> None:
     trainer = made(model, tmp_path / "run")
     with pytest.raises(DprlhfError, match="are users' rows, too"):

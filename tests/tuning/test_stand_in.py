@@ -20,6 +20,7 @@ from dprlhf.training.build import open_run
 from dprlhf.training.run import Run
 from dprlhf.tuning import stand_in
 from dprlhf.tuning.public_rows import PublicRows, public_rows
+from dprlhf.tuning.space import with_settings
 from dprlhf.tuning.stand_in import _of_stand_ins, excess_variance, run_stand_ins, stand_in_plan
 from helpers.recipes import least
 from helpers.runs import ADAPTER, lower_case
@@ -56,6 +57,15 @@ def test_stand_ins_have_no_promise_whatever_the_run_has(asked: str) -> None:
     made = _of_stand_ins(recipe, rows_for(recipe), every=2, in_memory=True)
     assert made.privacy.baseline
     assert made.privacy.max_guess is None
+
+
+@pytest.mark.parametrize("stated", [{}, {"max_prompt_tokens": 9}])
+def test_public_rows_settle_the_longest_prompt_of_stand_ins_as_of_a_run(stated) -> None:
+    recipe = recipe_of("m", data={"path": "x", **stated})
+    changed = with_settings(recipe, {"rounds": 2})
+    for made in (changed, _of_stand_ins(changed, rows_for(recipe), every=2, in_memory=True)):
+        assert ("max_prompt_tokens" in made.data.model_fields_set) == bool(stated)
+        assert made.data.max_prompt_tokens == stated.get("max_prompt_tokens", 64)
 
 
 class TestThePlan:

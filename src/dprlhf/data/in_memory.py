@@ -13,6 +13,7 @@ from dprlhf.data.loading import load_rows
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, load_recipe, make_recipe
+from dprlhf.recipe.base import values_of
 
 R = TypeVar("R", bound=AnyRecipe)
 Reward = Any
@@ -175,9 +176,7 @@ def from_memory(
     The run's recipe and cards then name nothing that was not used, and a resumed run asks for the
     same objects again.
     """
-    values = recipe.model_dump()
-    if "max_prompt_tokens" not in recipe.data.model_fields_set:
-        del values["data"]["max_prompt_tokens"]  # it is settled by the public rows or the model
+    values = values_of(recipe)
     if evaluation:
         values["evaluation"] = {**(values["evaluation"] or {}), "data": {"path": IN_MEMORY}}
     if data:

@@ -71,6 +71,12 @@ def _is_a_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_is_a_number, typing.get_args(annotation)))
 
 
+def values_of(recipe: Any) -> dict[str, Any]:
+    """Return a recipe's values, of its data those that are stated: rows may settle the others."""
+    values: dict[str, Any] = recipe.model_dump()
+    return values | {"data": recipe.data.model_dump(exclude_unset=True)}
+
+
 def changed(section: Settings, name: str) -> bool:
     """Return whether a setting has another value than its default."""
     return bool(getattr(section, name) != type(section).model_fields[name].default)

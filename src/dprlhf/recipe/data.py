@@ -35,9 +35,9 @@ class Data(Settings):
             the rows. Further ones are dropped.
         prompt_words: Keep only this many words from the start of a text prompt; null keeps all.
         max_prompt_tokens: Keep only this many tokens from the end of a prompt: a longer one loses
-            its beginning. Private updates without it take the length of 99 of 100 public prompts,
-            or 512 without public ones and what an agent's tools take, but no more than the model's
-            context leaves.
+            its beginning. Without it the length of 99 of 100 public prompts is taken, but no more
+            than the model's context leaves; private updates without public rows take 512 and what
+            an agent's tools take.
         skip: Number of rows at the start that are left out.
         limit: Number of rows after these that are used; null uses all.
     """
@@ -80,6 +80,11 @@ class Data(Settings):
         return unit_of(self.owners)
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """The most tokens of a row before what is learnt, and of what is learnt."""
+        return self.max_prompt_tokens, getattr(self, "max_completion_tokens", 0)
+
+    @property
     def prompts_in_round(self) -> int:
         """The most prompts of a user in a round."""
         return 1 if self.user_column is None else self.max_prompts_per_user
@@ -87,14 +92,16 @@ class Data(Settings):
     @property
     def kept(self) -> str:
         """What is used of each user and row, in words for the operator."""
-        most, after = self.max_prompts_per_user, getattr(self, "max_completion_tokens", None)
+        most, (before, after) = self.max_prompts_per_user, self.widths
         rows = "one a user" if self.user_column is None else f"at most {most} a user"
-        return f"{rows}; a prompt keeps its last {self.max_prompt_tokens} tokens" + (
+        return f"{rows}; a prompt keeps its last {before} tokens" + (
             f", a completion its first {after}" if after else ""
         )
 
 
 D = TypeVar("D", bound=Data)
+
+_START = 16  # tokens that a tokenizer or a template may open a document with
 
 
 class PublicData(Settings):
@@ -122,11 +129,18 @@ class Documents(Data):
     Attributes:
         completion_column: Column of the completions, text or messages, on which the loss is taken.
             Null takes the loss on the whole of ``prompt_column``, as in language modeling.
-        max_completion_tokens: Keep only this many tokens from the start of a completion.
+        max_completion_tokens: Keep only this many tokens from the start of a completion. Without it
+            the length of 99 of 100 public ones is taken.
     """
 
     completion_column: str | None = "completion"
     max_completion_tokens: PositiveInt = 64
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The most tokens of a prompt, or of a whole document's start, and of what is learnt."""
+        before, learnt = super().widths
+        return before if self.completion_column is not None else min(_START, before), learnt
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -164,12 +178,18 @@ class Preferences(Data):
         label_column: Column of the labels of the texts in ``prompt_column``, each a number or a
             name from ``labels``; given in place of pairs.
         max_tokens: Keep only this many tokens of a text: the last ones, or with labels the first.
+            Without it the length of 99 of 100 public texts is taken.
     """
 
     chosen_column: ClassVar[str] = "chosen"
     rejected_column: ClassVar[str] = "rejected"
     label_column: str | None = None
     max_tokens: PositiveInt = 128
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The most tokens of a text, and one for its label or score."""
+        return self.max_tokens, 1
 
     @property
     def kept(self) -> str:
@@ -191,7 +211,8 @@ class PreferencePairs(Data):
     Attributes:
         prompt_column: Column of the prompts. Where it is ``chosen``, prompts are implicit, as in
             TRL: the prompt is what both completions begin with.
-        max_completion_tokens: Keep only this many tokens from the start of a completion.
+        max_completion_tokens: Keep only this many tokens from the start of a completion. Without it
+            the length of 99 of 100 public ones is taken.
     """
 
     chosen_column: ClassVar[str] = "chosen"

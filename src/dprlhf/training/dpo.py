@@ -18,26 +18,18 @@ from numpy.typing import NDArray
 from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import DPORecipe, PreferencePairs
 from dprlhf.rollout import Responses
 from dprlhf.rollout.logprobs import log_ratio_to_base
 from dprlhf.training.supervised import Supervised
-from dprlhf.training.tasks import end_token, in_common, pack, split_row
+from dprlhf.training.tasks import Lengths, end_token, in_common, lengths_of, pack, split_row
 
 Array = NDArray[np.float64]
 
 
 def preference_optimization(recipe: DPORecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf dpo``."""
-    data = recipe.data
-    return Supervised(
-        recipe,
-        PreferredAnswers(recipe),
-        tokens=data.max_prompt_tokens + data.max_completion_tokens,
-        widths=(data.max_prompt_tokens, data.max_completion_tokens),
-        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
-    )
+    return Supervised(recipe, sources, PreferredAnswers)
 
 
 class PreferredAnswers:
@@ -54,9 +46,9 @@ class PreferredAnswers:
         """Return two rows for each pair: the chosen completion and the rejected one."""
         return encode_pairs(self._data, model, examples)
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each pair whether its prompt or one of its completions is cut."""
-        return pairs_cut(self._data, model, examples)
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens of each pair's prompt, and of its longer completion and end."""
+        return pair_lengths(self._data, model, examples)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return minus the derivative of the user's mean loss by each log-probability, ``[rows]``.
@@ -122,27 +114,23 @@ def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
     As in TRL, the end-of-sequence token is learnt after a text, and a conversation ends as its
     template says.
     """
-    length, most = data.max_completion_tokens, data.max_prompt_tokens
+    most, length = data.widths
     both, answers = [], []
-    for (_, *pair), prompt, learnt in _rows(data, model, examples):
-        for answer, tokens in zip(pair, learnt, strict=True):
-            end = [end_token(model)] if isinstance(answer, str) else []
-            both.append(prompt[-most:])
-            answers.append([*tokens, *end][:length])
+    for prompt, pair in _rows(data, model, examples):
+        both += [prompt[-most:]] * len(pair)
+        answers += [tokens[:length] for tokens in pair]
     return pack(model, examples, both, answers, length, most)
 
 
-def pairs_cut(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-    """Return for each pair whether its prompt or one of its completions is cut, ``[pairs]``."""
-    before, after = data.max_prompt_tokens, data.max_completion_tokens
-    rows = _rows(data, model, examples)
-    return [len(prompt) > before or max(map(len, pair)) > after for _, prompt, pair in rows]
+def pair_lengths(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+    """Return the tokens of each pair's prompt, and of its longer completion and end."""
+    return lengths_of((p, max(pair, key=len)) for p, pair in _rows(data, model, examples))
 
 
 def _rows(
     data: PreferencePairs, model: CausalLMPolicy, examples: Prompts
-) -> Iterator[tuple[tuple[Any, Any, Any], list[int], list[list[int]]]]:
-    """Yield of each pair its three parts, and the tokens of its prompt and completions, uncut."""
+) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Yield the tokens of each pair's prompt, and of its completions with their ends, uncut."""
     rejected = examples.columns[data.rejected_column]
     given: Sequence[Any] = examples.prompts
     if data.implicit_prompt:
@@ -150,7 +138,10 @@ def _rows(
     else:
         pairs = list(zip(given, examples.columns[data.chosen_column], rejected, strict=True))
     for (prompt, *answers), row in zip(pairs, examples.for_template, strict=True):
-        yield (prompt, *answers), *split_row(model, prompt, answers, row)
+        before, learnt = split_row(model, prompt, answers, row)
+        for answer, tokens in zip(answers, learnt, strict=True):
+            tokens += [end_token(model)] if isinstance(answer, str) else []
+        yield before, learnt
 
 
 def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -86,6 +86,7 @@ def dry_run_stage(
         estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
     return {
         **_terms(recipe, prepared),
+        "rows_kept": recipe.data.kept,
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
     }
@@ -156,6 +157,7 @@ def explain(plan: dict[str, Any]) -> str:
             if phases
             else []
         ),
+        *([("rows", plan["rows_kept"])] if "rows_kept" in plan else []),
         *([("time for a row", _ms(plan["seconds_a_row"]))] if plan.get("seconds_a_row") else []),
         ("estimated time", duration),
         ("memory", f"{gib:.3g} GiB at the largest, with one micro-batch"),

@@ -36,7 +36,6 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import FeedbackRecipe
 from dprlhf.recipe.base import changed
 from dprlhf.rollout import Responses
@@ -47,7 +46,7 @@ from dprlhf.training.guidance import Gradients
 from dprlhf.training.rounds import released_values
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
 from dprlhf.training.supervised import Losses, StageResult, Supervised
-from dprlhf.training.tasks import NextTokens
+from dprlhf.training.tasks import Lengths, NextTokens, are_cut
 
 MOST = 4.0
 """Bound c on a row's importance ratio. A larger one truncates less and needs more noise."""
@@ -164,14 +163,7 @@ LARGEST_RATIO = 2.0
 
 def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf feedback``."""
-    data = recipe.data
-    return FromFeedback(
-        recipe,
-        Reactions(recipe),
-        tokens=data.max_prompt_tokens + data.max_completion_tokens,
-        widths=(data.max_prompt_tokens, data.max_completion_tokens),
-        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
-    )
+    return FromFeedback(recipe, sources, Reactions)
 
 
 class Reactions:
@@ -189,7 +181,7 @@ class Reactions:
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each completion, with its A and what is logged of its likelihood."""
         extra, column = self._logged(examples), self._data.logprob_column
-        if column is not None and any(self._shown.cut(model, examples)):
+        if column is not None and any(are_cut(self._data, self._shown.lengths(model, examples))):
             raise DprlhfError(
                 "a completion, or its prompt, is longer than what is kept, so that its"
                 f" {column!r} is that of another text: raise data.max_completion_tokens or"
@@ -209,10 +201,10 @@ class Reactions:
             logged["logged"] = [log_probability(value, name) for value in columns[name]]
         return logged
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each row whether its prompt or its completion is cut."""
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens of each row's prompt, and of its completion and end."""
         self._logged(examples)
-        return self._shown.cut(model, examples)
+        return self._shown.lengths(model, examples)
 
     def compare_with(self, model: CausalLMPolicy, public: Prompts) -> None:
         """Take ``kto``'s reference point from PUBLIC rows: each prompt, another's completion."""

@@ -19,7 +19,7 @@ from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
+from dprlhf.policies.causal_lm import MEASURED, CausalLMPolicy, prompt_room, usual_length
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.privacy.plan import Plan
@@ -51,9 +51,6 @@ def load_policy_of(recipe: Recipe, **given: Any) -> CausalLMPolicy:
 LONGEST_PROMPT = 512
 """The longest prompt of a long context, in tokens, where no public rows show how long they are."""
 
-_MEASURED = 512
-"""Public prompts whose lengths decide the longest prompt."""
-
 
 def with_prompt_width(
     recipe: Recipe, policy: CausalLMPolicy, public: Users | None = None, tools: int = 0
@@ -68,11 +65,10 @@ def with_prompt_width(
     if "max_prompt_tokens" not in data.model_fields_set:
         longest = LONGEST_PROMPT + tools
         if public is not None and recipe.rollout.agent is None:  # environments add to prompts
-            some = public.select(np.arange(min(_MEASURED, public.count)))
+            some = public.select(np.arange(min(MEASURED, public.count)))
             with contextlib.suppress(Exception):  # their own check says what is wrong with them
                 whole = policy.encode(some.prompts, sys.maxsize, some.for_template)
-                usual = np.quantile([len(tokens) for tokens in whole], 0.99, method="higher")
-                longest = 16 * max(1, math.ceil(usual / 16))
+                longest = usual_length([len(tokens) for tokens in whole])
         width = prompt_room(policy.room, recipe.rollout.max_new_tokens, longest)
         data = data.model_copy(update={"max_prompt_tokens": width})
     if tools > data.max_prompt_tokens:

@@ -9,11 +9,11 @@ update (DP-SGD with one user as the unit). The result is an adapter, and the mer
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.causal_lm import MEASURED, CausalLMPolicy, usual_length
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.optimizers import ascend
@@ -43,7 +43,7 @@ from dprlhf.training.evaluate import RewardEstimate, as_metrics, estimate
 from dprlhf.training.guidance import Gradients, Guidance
 from dprlhf.training.made_up_rounds import Shapes
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run, Summarised, summary_of
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, check_template
+from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, are_cut, check_template
 from dprlhf.training.timing import rows_a_round, seconds_a_row
 from dprlhf.updates.public_gradients import weighted_gradients
 
@@ -137,6 +137,29 @@ def failure_message(act: Callable[[], object], *, quoted: bool) -> str:
     return ""
 
 
+S = TypeVar("S", bound=StageRecipe)
+
+
+def with_lengths(recipe: S, task: Task, policy: CausalLMPolicy, public: Users | None) -> S:
+    """Settle how many tokens rows keep, where the recipe does not state it and PUBLIC rows show it.
+
+    Where these are more than the model's context, a prompt and a completion have half of it each,
+    or what the other leaves.
+    """
+    data, lengths = recipe.data, {}
+    if public is not None:
+        with suppress(Exception):  # their own check says what is wrong with them
+            some = public.select(np.arange(min(MEASURED, public.count)), missing=False)
+            lengths = task.lengths(policy, some)
+    usual = {n: usual_length(of) for n, of in lengths.items() if n not in data.model_fields_set}
+    least = policy.room / len(usual) if len(usual) == len(lengths) > 0 else 1
+    settled = {}
+    for name, most in usual.items():
+        others = sum(usual.get(o, getattr(data, o)) for o in lengths if o != name)
+        settled[name] = int(min(most, max(least, policy.room - others)))
+    return recipe.model_copy(update={"data": data.model_copy(update=settled)})
+
+
 Losses = dict[str, RewardEstimate]
 """The mean of each public metric of a task (``loss``, ``accuracy``), with its standard error."""
 
@@ -169,27 +192,14 @@ class StageResult(Summarised):
 
 def fine_tuning(recipe: SFTRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf sft``."""
-    prompt, length = recipe.data.max_prompt_tokens, recipe.data.max_completion_tokens
-    task = NextTokens(recipe.data)
-    return Supervised(
-        recipe,
-        task,
-        tokens=prompt + length,
-        widths=(task.width, length),
-        load=lambda: sources.policy or load_policy(recipe.policy, seed=recipe.seed),
-    )
+    return Supervised(recipe, sources, lambda settled: NextTokens(settled.data))
 
 
 def reward_modelling(recipe: RewardRecipe, sources: InMemoryInputs) -> Supervised:
     """Return the stage of ``dprlhf reward``."""
-    data, labels = recipe.data, recipe.labels
-    return Supervised(
-        recipe,
-        Pairs(data) if labels is None else Labels(data, labels),
-        tokens=data.max_tokens,
-        widths=(data.max_tokens, 1),
-        load=lambda: sources.policy or load_reward_model(recipe.policy, labels, seed=recipe.seed),
-    )
+    if (labels := recipe.labels) is None:
+        return Supervised(recipe, sources, lambda settled: Pairs(settled.data))
+    return Supervised(recipe, sources, lambda settled: Labels(settled.data, labels))
 
 
 class Supervised:
@@ -198,43 +208,50 @@ class Supervised:
     def __init__(
         self,
         recipe: StageRecipe,
-        task: Task,
-        *,
-        tokens: int,
-        widths: tuple[int, int],
-        load: Callable[[], CausalLMPolicy],
+        sources: InMemoryInputs,
+        task: Callable[[Any], Task],  # of a recipe, whose lengths are settled once more
     ) -> None:
         check_columns(recipe.data)
         self.recipe = recipe
-        self.task = task
+        self.task = task(recipe)
         self._made_up: list[Prompts] = []
         self.public: Prompts | None = None
         self.guidance: Guidance | None = None
         self.stateful: dict[str, Stateful] = {}
         self.warnings: list[str] = []
-        self.rows_a_user = task.rows * recipe.data.prompts_in_round
-        self.shapes = Shapes(
-            prompt=widths[0],
-            response=widths[1],
-            rows=task.rows,
-            num_generations=1,
-            prompts=recipe.data.prompts_in_round,
-            update=recipe.update,
-        )
-        self._tokens = tokens
-        self._load = load
+        self.rows_a_user = self.task.rows * recipe.data.prompts_in_round
+        self._task = task
+        self._sources = sources
 
     # --- before the run ---------------------------------------------------------------------
 
     def load_policy(self, public: Users | None) -> CausalLMPolicy:
-        """Load the model, and check that a row fits into its context."""
-        policy = self._load()
-        policy.check_context_length(
-            self._tokens,
-            f"data: {self._tokens} tokens are",
-            self.recipe.policy.model_name_or_path,
+        """Load the model, settle lengths, and check that a row fits into the model's context."""
+        spec, seed, head = self.recipe.policy, self.recipe.seed, self.recipe.classifier
+        policy: CausalLMPolicy = self._sources.policy or (
+            load_reward_model(spec, self.recipe.head_labels, seed=seed)
+            if head
+            else load_policy(spec, seed=seed)
         )
+        self.recipe = with_lengths(self.recipe, self.task, policy, public)
+        self.task = self._task(self.recipe)
+        prompt, response = self.recipe.data.widths
+        tokens = prompt + (0 if head else response)
+        policy.check_context_length(tokens, f"data: {tokens} tokens are", spec.model_name_or_path)
         return policy
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the rows of a round."""
+        prompt, response = self.recipe.data.widths
+        return Shapes(
+            prompt=prompt,
+            response=response,
+            rows=self.task.rows,
+            num_generations=1,
+            prompts=self.recipe.data.prompts_in_round,
+            update=self.recipe.update,
+        )
 
     def check_rows(self, rows: Any) -> None:
         """Make up rows of the form that the types of the columns give, to be read in their place.
@@ -268,7 +285,7 @@ class Supervised:
 
     def cut(self, policy: CausalLMPolicy, prompts: Prompts) -> list[bool]:
         """Return for each row whether it has more tokens than the recipe keeps."""
-        return self.task.cut(policy, prompts)
+        return are_cut(self.recipe.data, self.task.lengths(policy, prompts))
 
     def settle(self, prepared: PreparedRun) -> None:
         """Check the public rows; initialise the adapter from some, where the recipe says so."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -138,10 +138,28 @@ def pack(
 
 Array = NDArray[np.float64]
 
-_START = 16  # tokens that a tokenizer or a template may open a document with
+_WHOLE = 2**30  # tokens of a text that is not to be cut
 
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]+)?")
 """The name of a label that a table may hold as a number."""
+
+
+Lengths = dict[str, list[int]]
+"""Tokens of rows before they are cut, ``[rows]``, by the name of the setting that bounds them."""
+
+
+def lengths_of(rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Lengths:
+    """Return the lengths of prompts and completions from the tokens of each row's."""
+    both = [(len(prompt), len(completion)) for prompt, completion in rows]
+    prompts, completions = ([row[part] for row in both] for part in (0, 1))
+    return {"max_prompt_tokens": prompts, "max_completion_tokens": completions}
+
+
+def are_cut(data: recipe.Data, lengths: Lengths) -> list[bool]:
+    """Return for each row of data whether it has more tokens than are kept, ``[rows]``."""
+    longer = [np.array(own) > getattr(data, name) for name, own in lengths.items()]
+    rows: list[bool] = np.any(longer, axis=0).tolist()
+    return rows
 
 
 class Task(Protocol):
@@ -153,8 +171,8 @@ class Task(Protocol):
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Turn rows of data into rows of tokens, those of a user adjacent."""
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each row of data whether it has more tokens than are kept, ``[rows]``."""
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens that each row of data has, by the setting that bounds them."""
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return the weight of each row's log-probability, ``[rows]``."""
@@ -172,42 +190,34 @@ class NextTokens:
     def __init__(self, data: recipe.Documents) -> None:
         self._data = data
 
-    @property
-    def width(self) -> int:
-        """The most tokens before what is learnt; a whole document has a start alone."""
-        most = self._data.max_prompt_tokens
-        return most if self._data.completion_column is not None else min(_START, most)
-
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each document: its prompt, padded on the left, and its learnt tokens.
 
         The end-of-sequence token is learnt unless the document is truncated. It comes from the
         conversation's template, or is added where that does not end a turn with it.
         """
-        length = self._data.max_completion_tokens
+        width, length = self._data.widths
         prompts, answers = [], []
-        for completion, prompt, learnt in self._rows(model, examples):
-            prompts.append(prompt[-self.width :])
-            answers.append(ended(model, completion, learnt)[:length])
-        return pack(model, examples, prompts, answers, length, self.width)
+        for prompt, learnt in self._rows(model, examples):
+            prompts.append(prompt[-width:])
+            answers.append(learnt[:length])
+        return pack(model, examples, prompts, answers, length, width)
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each document whether its prompt or its completion is cut."""
-        before, after = self._data.max_prompt_tokens, self._data.max_completion_tokens
-        rows = self._rows(model, examples)
-        return [len(prompt) > before or len(learnt) > after for _, prompt, learnt in rows]
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens of each document's prompt, and of its completion and end."""
+        return lengths_of(self._rows(model, examples))
 
     def _rows(
         self, model: CausalLMPolicy, examples: Prompts
-    ) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Yield of each document what is learnt, and the tokens before it and of it, uncut."""
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the tokens of each document's prompt, and of what is learnt, uncut."""
         column = self._data.completion_column
         whole = column is None  # the loss is on all of it, after an empty prompt
         given = [""] * len(examples) if whole else examples.prompts
         completions = examples.prompts if column is None else examples.columns[column]
         for prompt, completion, row in zip(given, completions, examples.for_template, strict=True):
             before, (learnt,) = split_row(model, prompt, [completion], row)
-            yield completion, before, learnt
+            yield before, ended(model, completion, learnt)
 
     def weights(self, model: CausalLMPolicy, encoded: Responses, batch_size: int) -> Array:
         """Return 1 / (the user's number of documents × the document's learnt tokens)."""
@@ -237,11 +247,10 @@ class Pairs:
         both = [tokens for pair in self._texts(model, examples, most) for tokens in pair]
         return pack(model, examples, both, [[0]] * len(both), 1, most)
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each pair whether one of its texts is cut."""
-        most = self._data.max_tokens
-        pairs = self._texts(model, examples, most + 1)
-        return [max(map(len, pair)) > most for pair in pairs]
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens of each pair's longer text."""
+        pairs = self._texts(model, examples, _WHOLE)
+        return {"max_tokens": [max(map(len, pair)) for pair in pairs]}
 
     def _texts(
         self, model: CausalLMPolicy, examples: Prompts, most: int
@@ -305,10 +314,9 @@ class Labels:
         answers = [[self.number(label)] for label in given]
         return pack(model, examples, texts, answers, 1, self._data.max_tokens)
 
-    def cut(self, model: CausalLMPolicy, examples: Prompts) -> list[bool]:
-        """Return for each text whether it is cut."""
-        most = self._data.max_tokens
-        return [len(text) > most for text in self._texts(model, examples, most + 1)]
+    def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
+        """Return the tokens of each text."""
+        return {"max_tokens": [len(text) for text in self._texts(model, examples, _WHOLE)]}
 
     def _texts(self, model: CausalLMPolicy, examples: Prompts, most: int) -> list[list[int]]:
         given = examples.prompts

@@ -20,6 +20,7 @@ from dprlhf.training.evaluate import as_metrics, estimate
 from dprlhf.training.feedback import Reactions
 from dprlhf.training.processes import Processes
 from dprlhf.training.setup import LONGEST_PROMPT
+from dprlhf.training.supervised import with_lengths
 from dprlhf.trl.config import PrivacyFields, setting
 from dprlhf.trl.evaluation import as_evaluation, name_of_best
 from dprlhf.trl.fields import KTO, Field
@@ -134,10 +135,13 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
             )
         spec = self.recipe
         policy = load_policy(spec.policy, seed=spec.seed, model=given, tokenizer=tokenizer)
-        if self.args.privacy_max_prompt_tokens is None:
+        public = public_users(spec, self._public)
+        spec = with_lengths(spec, Reactions(spec), policy, public)
+        if "max_prompt_tokens" not in spec.data.model_fields_set:
             room = prompt_room(policy.room, spec.data.max_completion_tokens, LONGEST_PROMPT)
             data = spec.data.model_copy(update={"max_prompt_tokens": room})
-            self.recipe = self._settled = spec.model_copy(update={"data": data})
+            spec = spec.model_copy(update={"data": data})
+        self.recipe = self._settled = spec
         return policy
 
     def _public_values(self, measured: Any) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import UPDATE_SETTINGS, Recipe, make_recipe
+from dprlhf.recipe.base import values_of
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _accepted(recipe: Recipe, key: str, value: Any) -> bool:
 
 def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some keys; a new update keeps what it has, too."""
-    values = recipe.model_dump()
+    values = values_of(recipe)
     for key, value in changes.items():
         *sections, last = key.split(".")
         node = values

@@ -216,7 +216,7 @@ def _of_stand_ins(recipe: Recipe, public: PublicRows, every: int, in_memory: boo
     place = PublicData(path=IN_MEMORY)
     values = recipe.model_dump()
     values |= {
-        "data": place.like(recipe.data).model_dump(),
+        "data": place.like(recipe.data).model_dump(exclude_unset=True),
         "evaluation": {
             "data": place.model_dump(),
             "prompts": public.scored,
