@@ -82,19 +82,13 @@ def set_learning_rate(
 
 
 def learning_rate(spec: recipe.Optimizer, t: int, rounds: int) -> float:
-    """Return the learning rate of round t = 1..T: linear warm-up, then the schedule.
+    """Return the learning rate of round t = 1..T.
 
-    It rises in equal steps over the first ``warmup`` share of the rounds, reaches the recipe's
-    ``learning_rate`` in the last of them, and falls from the round after.
-
-    >>> spec = recipe.Optimizer(learning_rate=1.0, schedule="linear", warmup=0.5)
-    >>> [learning_rate(spec, t, 8) for t in range(1, 9)]
-    [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> spec = recipe.Optimizer(learning_rate=1.0, schedule="linear")
+    >>> [learning_rate(spec, t, 4) for t in range(1, 5)]
+    [1.0, 0.75, 0.5, 0.25]
     """
-    warm = round(spec.warmup * rounds)
-    if t <= warm:
-        return spec.learning_rate * t / warm
-    done = (t - 1 - warm) / (rounds - warm)
+    done = (t - 1) / rounds
     if spec.schedule == "linear":
         return spec.learning_rate * (1 - done)
     if spec.schedule == "cosine":

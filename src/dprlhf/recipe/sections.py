@@ -203,7 +203,6 @@ class Optimizer(Settings):
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
 
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
-        warmup: Share of the rounds in which the learning rate first rises linearly.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam"] = "adam"
@@ -211,7 +210,6 @@ class Optimizer(Settings):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class Tracking(Settings):

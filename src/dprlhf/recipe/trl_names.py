@@ -81,7 +81,6 @@ KEYS = {
     "beta": "kl.beta",
     "learning_rate": "optimizer.learning_rate",
     "lr_scheduler_type": "optimizer.schedule",
-    "warmup_ratio": "optimizer.warmup",
     "report_to": "tracking.report_to",
     "seed": "seed",
 }
@@ -128,7 +127,8 @@ INSTEAD = {
     "adam_beta2": "it is 0.9, since a slower average learns little in few rounds",
     "adam_epsilon": "Adam's epsilon is 1e-8",
     "weight_decay": "there is none",
-    "warmup_steps": "write optimizer.warmup=…, a share of the rounds",
+    "warmup_ratio": "there is none: a run has few rounds",
+    "warmup_steps": "there is none: a run has few rounds",
     "eval_steps": "write evaluation.every=N",
     "eval_strategy": "write evaluation.every=N",
     "dataset_test_split": "write evaluation.data.split=…",

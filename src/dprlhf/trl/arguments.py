@@ -202,7 +202,6 @@ NAMES = {
     "kl.beta": "beta",
     "optimizer.learning_rate": "learning_rate",
     "optimizer.schedule": "lr_scheduler_type",
-    "optimizer.warmup": "warmup_steps",
     "policy.attn_implementation": "model_init_kwargs",
     "policy.dtype": "model_init_kwargs",
     "privacy.epsilon": "privacy_epsilon",

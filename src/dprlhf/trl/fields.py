@@ -87,11 +87,7 @@ COMMON: dict[str, Field] = {
     ),
     "optim": Field("mapped", "adamw_torch, adamw_torch_fused and the like: adam; sgd: sgd"),
     "lr_scheduler_type": Field("mapped", "optimizer.schedule: constant, linear or cosine"),
-    "warmup_steps": Field(
-        "mapped", "optimizer.warmup, a share of the rounds; with lr_scheduler_type 'constant' there"
-        " is none, as in transformers: take 'constant_with_warmup'; train() warns of one longer"
-        " than the run",
-    ),
+    "warmup_steps": Field("no effect", "there is no warm-up: a run has few rounds"),
     "metric_for_best_model": Field(
         "honoured", "of eval_dataset, with eval_strategy 'steps': its best value is"
         " state.best_metric, by which EarlyStoppingCallback stops a run",

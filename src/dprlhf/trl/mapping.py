@@ -75,7 +75,7 @@ def _completed(
         values["optimizer"] = {}  # some of it is given, and the rest are the recipe's defaults
     values = with_defaults(values, users=users, public=public or None, model=model)
     if values.get("optimizer") == {}:
-        values["optimizer"] = _optimizer(args, values["rounds"])
+        values["optimizer"] = _optimizer(args)
     if public:
         values["evaluation"]["every"] = _every(args, values["rounds"])
     return values
@@ -142,9 +142,7 @@ def _shared(
 def _step_rule(kind: type[Any]) -> dict[str, Any]:
     """Return the settings of the optimizer, with their defaults in a config."""
     own = defaults(kind)
-    return {name: own[name] for name in (
-        "learning_rate", "optim", "lr_scheduler_type", "warmup_steps",
-    )}  # fmt: skip
+    return {name: own[name] for name in ("learning_rate", "optim", "lr_scheduler_type")}
 
 
 def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -167,19 +165,6 @@ def _evaluation(args: Any) -> dict[str, Any]:
         "data": {"path": IN_MEMORY},
         "declared_public": args.privacy_declared_public,
     }
-
-
-def long_warmup(config: PrivacyFields, recipe: Recipe) -> str | None:
-    """Return a warning if the warm-up has more steps than the run has rounds, else None."""
-    args: Any = config
-    steps, rounds = args.warmup_steps, recipe.rounds
-    if recipe.optimizer.warmup == 0 or steps < 1 or steps <= rounds:
-        return None
-    return (
-        f"dprlhf: warmup_steps={steps:g} is more than the {rounds} rounds: the learning rate rises"
-        f" over all of them and reaches learning_rate at the end (in TRL, {rounds}/{steps:g} of"
-        " it). Give fewer steps, or a share of the rounds, such as warmup_steps=0.1"
-    )
 
 
 def _policy(args: Any) -> dict[str, Any]:
@@ -273,7 +258,7 @@ def _update(args: Any) -> dict[str, Any]:
     return settings | ({"clip_range": args.epsilon} if settings["name"] == "grpo" else {})
 
 
-def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
+def _optimizer(args: Any) -> dict[str, Any]:
     optim, schedule = (
         str(getattr(args.optim, "value", args.optim)),
         str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
@@ -285,13 +270,10 @@ def _optimizer(args: Any, rounds: int) -> dict[str, Any]:
         )
     if schedule not in _SCHEDULES:
         raise DprlhfError(f"lr_scheduler_type={schedule!r}: use {', '.join(_SCHEDULES)}")
-    # transformers has no warm-up with "constant", whatever its steps.
-    warmup = 0.0 if schedule == "constant" else float(args.warmup_steps)
     return {
         "name": "sgd" if optim == "sgd" else "adam",
         **({} if args.learning_rate is None else {"learning_rate": args.learning_rate}),
         "schedule": _SCHEDULES[schedule],
-        "warmup": warmup if warmup < 1 else min(warmup / rounds, 0.99),
     }
 
 

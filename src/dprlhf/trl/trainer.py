@@ -77,7 +77,7 @@ from dprlhf.trl.evaluation import (
     metrics_of,
     public_values,
 )
-from dprlhf.trl.mapping import long_warmup, recipe_of, with_evaluation
+from dprlhf.trl.mapping import recipe_of, with_evaluation
 
 C = TypeVar("C", bound=PrivacyFields)
 
@@ -370,10 +370,6 @@ class PrivateTrainer(Generic[C]):
         refuse_foreign_hooks(self.model, "the model")
         self._try_evaluation()
         self.args.say_differences()
-        processes = Processes.connect()
-        warning = long_warmup(self.args, self.recipe)
-        if warning is not None and processes.main:
-            print(warning, file=sys.stderr)
         sources = InMemoryInputs(
             self._rows,
             None,
