@@ -1,5 +1,6 @@
 """What is tried before the first charge: the largest shapes, and that no row moves another."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import dprlhf
 from dprlhf import recipe
@@ -17,6 +19,7 @@ from dprlhf.policies.kept import Replay
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.rollout.static_steps import StaticSteps
+from dprlhf.testing import save_tiny_model
 from dprlhf.training import made_up_rounds
 from dprlhf.training.made_up_rounds import Shapes, check_layout
 from helpers import families, kernels, tiny
@@ -234,6 +237,21 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     given = {"prompts": settings["prompts"], "reward": settings["reward"]}
     with pytest.raises(DprlhfError, match="does not fit into memory"):
         dprlhf.resume(tmp_path / "run", **given)
+
+
+@pytest.mark.parametrize("init", ["random", "public-activations"])
+def test_a_model_that_computes_nan_is_refused_as_such(init: str, tmp_path: Path) -> None:
+    """Directions of public activations, which come first, had ended with an error of eigh."""
+    model = save_tiny_model(tmp_path / "model")
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[:] = math.nan
+    broken.save_pretrained(model)
+    settings = run_settings(str(model), evaluation_prompts=["public", "more"])
+    settings["policy__adapter"] = {**settings["policy__adapter"], "init": init}
+    with pytest.raises(DprlhfError, match="the model computes NaN"):
+        dprlhf.train(**settings, output_dir=tmp_path / "run")
+    assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])

@@ -39,6 +39,8 @@ def align_with_activations(
     moments = _input_moments(policy, layers, tokens, mask, labels, batch_size)
     for name, layer in layers.items():
         moment, rank = moments[name], layer.weight.shape[0]
+        if not bool(moment.squares.isfinite().all()):
+            continue  # made-up rows, which are tried next, show it as well, and that is refused
         directions = moment.principal(rank) if classes is None else moment.discriminants(rank)
         signs = directions.sum(1, keepdim=True).sign()  # eigenvectors have no sign of their own
         lengths = layer.weight.double().norm(dim=1, keepdim=True)
