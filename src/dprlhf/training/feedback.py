@@ -180,7 +180,7 @@ class Reactions:
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
         """Return a row for each completion, with its A and what is logged of its likelihood."""
-        extra, column = self._logged(examples), self._data.logprob_column
+        extra, column = self.logged(examples), self._data.logprob_column
         if column is not None and any(are_cut(self._data, self._shown.lengths(model, examples))):
             raise DprlhfError(
                 "a completion, or its prompt, is longer than what is kept, so that its"
@@ -190,7 +190,7 @@ class Reactions:
         encoded = self._shown.encode(model, examples)
         return Responses(**{**vars(encoded), "extra": extra})
 
-    def _logged(self, examples: Prompts) -> dict[str, list[Any]]:
+    def logged(self, examples: Prompts) -> dict[str, list[Any]]:
         """Return A of each row, and its log-probability where there is a column of them."""
         data, columns = self._data, examples.columns
         reactions = [reaction(value, data.label_column) for value in columns[data.label_column]]
@@ -203,7 +203,7 @@ class Reactions:
 
     def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
         """Return the tokens of each row's prompt, and of its completion and end."""
-        self._logged(examples)
+        self.logged(examples)
         return self._shown.lengths(model, examples)
 
     def compare_with(self, model: CausalLMPolicy, public: Prompts) -> None:
@@ -355,7 +355,7 @@ class FromFeedback(Supervised):
         preference, away from the log where most labels are false.
         """
         vectors, _ = super()._gradients(run, public)
-        signs = torch.tensor(self.task.encode(run.policy, public).extra["counts"]).sign()
+        signs = torch.tensor(self.task.logged(public)["counts"]).sign()
         return vectors, torch.nn.functional.normalize(signs[:, None].to(vectors) * vectors)
 
     # --- the value of the tuned policy ------------------------------------------------------
