@@ -209,7 +209,7 @@ class Supervised:
         self,
         recipe: StageRecipe,
         sources: InMemoryInputs,
-        task: Callable[[Any], Task],  # of a recipe, whose lengths are settled once more
+        task: Callable[[Any], Task],  # makes it of the recipe, anew once lengths are settled
     ) -> None:
         check_columns(recipe.data)
         self.recipe = recipe
