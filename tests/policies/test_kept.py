@@ -47,7 +47,7 @@ def policy_of(model_type, layers=None, spec=None):
     return policy
 
 
-def sampled(policy, texts=TEXTS, *, size=8, keep="gradients", length=LENGTH, absent=None):
+def sampled(policy, texts=TEXTS, *, size=8, keep="outputs", length=LENGTH, absent=None):
     prompts = in_memory_prompts(texts)
     users = np.array([0, 0, *range(1, len(texts) - 1)])  # the first user has two prompts
     slots = np.array([0, 1, *[0] * (len(texts) - 2)])
@@ -97,6 +97,43 @@ def test_the_clipped_sum_of_what_was_kept_is_that_of_a_second_pass(model_type, l
     assert norms.min() > 0.1
     torch.testing.assert_close(total, again, **close)
     np.testing.assert_allclose(norms, norms_again, rtol=close["rtol"])
+
+
+@pytest.mark.parametrize("what", ["logits", "input"])
+@pytest.mark.parametrize("layers", [None, [1, 2]])
+def test_less_may_be_kept(layers: list[int] | None, what: kept.Keep) -> None:
+    policy = policy_of("llama", layers)
+    rows = sampled(policy, keep=what)
+    expected = ["head"] * (what == "logits") + ["input"] * (layers is not None)
+    assert all(sorted(batch) == expected for batch in rows.kept.batches)
+    again = without(rows)
+    torch.testing.assert_close(
+        sums(policy, rows)[0], sums(policy, again)[0], rtol=1e-10, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        token_logprobs(policy, rows, 8), token_logprobs(policy, again, 8), rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("layers", [None, [1, 2]])
+def test_what_is_kept_fits_into_an_eighth_of_the_memory(
+    layers: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of("llama", layers)
+    kinds: list[kept.Keep] = ["outputs", "logits", "input"]
+
+    def most(memory: float, most: kept.Keep = "outputs") -> kept.Keep | None:
+        monkeypatch.setattr(kept, "memory_bytes", lambda device: memory)
+        sizes = {"rows": len(TEXTS) * K, "prompt": 20, "response": LENGTH, "together": K}
+        return kept.room_for(policy, **sizes, most=most)
+
+    assert [most(1e12, kind) for kind in kinds] == [*kinds[:2], kinds[2] if layers else None]
+    for kind in kinds[: 3 if layers else 2]:
+        batches = sampled(policy, keep=kind, size=len(TEXTS) * K).kept.batches
+        size = sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
+        assert most(8 * size - 1) != kind
+        assert most(8 * size * (1 + LENGTH) / LENGTH) == kind
+    assert most(0) is None
 
 
 @pytest.mark.slow
@@ -206,7 +243,7 @@ def test_an_adapter_that_rounds_differently_is_not_taken_for_the_base_policy() -
         assert not rows.kept.fits(policy)
 
 
-@pytest.mark.parametrize("keep", ["gradients", "logits"])
+@pytest.mark.parametrize("keep", ["outputs", "logits"])
 def test_logits_that_a_model_scales_are_scaled_after_the_head(keep: str) -> None:
     policy = policy_of("granite", [1, 2])
     policy.network.config.logits_scaling = 3.0
@@ -239,7 +276,7 @@ def test_the_check_at_start_takes_what_is_kept_at_its_own_shapes(columns: int, l
     update = recipe.GRPO(batch_size=2 * K)
     shapes = Shapes(columns, length, K, K, 1, update)
     plain = gradients_of(policy, shapes, range(2))
-    found = gradients_of(policy, Shapes(**{**vars(shapes), "keeps": True}), range(2))
+    found = gradients_of(policy, Shapes(**{**vars(shapes), "keep": "outputs"}), range(2))
     for ours, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
@@ -280,14 +317,14 @@ def test_nothing_is_kept_of_a_model_that_a_program_changed() -> None:
     layer = policy.network.model.layers[1].mlp.gate_proj.get_base_layer()
     doubled = layer.forward
     layer.forward = lambda x: 2 * doubled(x)
-    assert kept.keep(policy, gradients=True) is None
+    assert kept.keep(policy, "outputs") is None
 
     class Scaled(type(policy.network)):  # type: ignore[misc]
         pass
 
     policy = policy_of("llama", [1, 2])
     policy.network.__class__ = Scaled
-    assert kept.keep(policy, gradients=True) is None
+    assert kept.keep(policy, "outputs") is None
 
 
 def test_nothing_is_left_in_the_model() -> None:

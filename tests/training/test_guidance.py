@@ -287,22 +287,22 @@ def test_with_the_same_releases_the_policy_is_the_same_whoever_the_users_are(
 def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for 6 of 24 responses makes four parts, no room at all one, and one subspace."""
+    """Room for 6 of 24 responses makes four parts, for fewer or none one, and one subspace."""
     seen: dict[int, torch.Tensor] = {}
     taken: dict[int, list[Any]] = {}
     sample = guidance.sample_public
-    for room in (0, 6, 24):
+    for room in (0, 2, 6, 24):
         calls = taken.setdefault(room, [])
 
         def sampled(policy: Any, prompts: Any, *args: Any, to: Any = calls, **given: Any) -> Any:
             to.append((len(prompts), given["keep"]))
             return sample(policy, prompts, *args, **given)
 
-        def fits(*args: Any, rows: float, most: int = room, **given: Any) -> bool:
-            return rows <= most
+        def fits(*args: Any, rows: float, room: int = room, **given: Any) -> str | None:
+            return "outputs" if rows <= room else "input" if room else None
 
         monkeypatch.setattr(guidance, "sample_public", sampled)
-        monkeypatch.setattr(guidance, "keeps_outputs", fits)
+        monkeypatch.setattr(guidance, "most_kept", fits)
         folder = tmp_path / str(room)
 
         def look(_: dict[str, Any], folder: Path = folder, which: int = room) -> None:
@@ -310,9 +310,10 @@ def test_public_prompts_are_taken_in_parts_of_which_outputs_can_be_kept(
 
         chosen = {"mean_first": True, "keep_perplexity": True}
         train(model, folder, **settings(rounds=1, subspace=chosen), callbacks=[look])
-    kept = "gradients"
-    assert taken == {0: [(12, None)], 6: [(3, kept)] * 4, 24: [(12, kept)]}
-    for room in (0, 6):
+    kept = "outputs"
+    few = {0: [(12, None)], 2: [(12, "input")]}
+    assert taken == {**few, 6: [(3, kept)] * 4, 24: [(12, kept)]}
+    for room in (0, 2, 6):
         torch.testing.assert_close(seen[room], seen[24], rtol=0, atol=1e-4)
 
 

@@ -18,12 +18,14 @@ from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
 from dprlhf.policies.kept import Replay
 from dprlhf.policies.loading import make_policy
 from dprlhf.policies.protocol import Sampling
+from dprlhf.recipe import STAGES
 from dprlhf.rollout.static_steps import StaticSteps
 from dprlhf.testing import save_tiny_model
-from dprlhf.training import made_up_rounds
+from dprlhf.training import build, made_up_rounds, trainer
 from dprlhf.training.made_up_rounds import Shapes, check_layout
 from helpers import families, kernels, tiny
-from helpers.runs import run_settings, save_sharp
+from helpers.runs import ADAPTER, run_settings, save_sharp
+from helpers.stages import logs, people, preferences
 
 UPDATES: dict[str, Any] = {
     "pg": recipe.PG(name="pg", batch_size=8),
@@ -239,6 +241,61 @@ def test_a_resumed_run_checks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         dprlhf.resume(tmp_path / "run", **given)
 
 
+def stage(kind: str, model: str, folder: Path, update: dict[str, Any]) -> None:
+    rows = {"sft": people, "dpo": preferences, "feedback": logs}.get(kind, preferences)
+    values = {
+        "policy": {"model_name_or_path": model, "adapter": ADAPTER},
+        "data": {"path": "in-memory", "user_column": "user"}, "update": update, "rounds": 2,
+        "privacy": {"epsilon": 8.0}, "output_dir": str(folder),
+    }  # fmt: skip
+    dprlhf.train_stage(STAGES[kind].model_validate(values), data=rows(0, 40), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "read"),
+    [
+        ("pg", {}, False),
+        ("grpo", {}, False),
+        ("ppo", {}, False),
+        ("npg", {}, False),
+        ("rebel", {"update": {"name": "rebel", "steps": 2}}, True),
+        ("pg", {"kl__beta": 0.1}, True),
+        ("pg", {"rollout__base_policy": "reference"}, True),
+        ("sft", {}, False),
+        ("dpo", {}, True),
+        ("reward", {}, True),
+        ("feedback", {}, True),
+        ("feedback", {"loss_type": "kto"}, True),
+    ],
+)
+def test_log_probabilities_are_checked_where_users_contributions_depend_on_them(
+    kind: str, changes: dict[str, Any], read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Feedback's, of one row a reaction, had not been."""
+    checked, calls = [], []
+
+    def check_of(policy: Any, shapes: Shapes, processes: Any) -> str:
+        def counted(*given: Any, real: Any = policy.response_logprobs) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                calls.append(1)
+            return real(*given)
+
+        checked.append("log-probabilities" in check_layout(policy, shapes, processes))
+        monkeypatch.setattr(policy, "response_logprobs", counted)
+        return ""
+
+    monkeypatch.setattr(build, "check_layout", check_of)
+    monkeypatch.setattr(trainer, "check_finite", lambda *_: None)  # it looks at no user's rows
+    model = save_sharp(tmp_path / "model")
+    if kind in STAGES:
+        stage(kind, model, tmp_path / "run", changes)
+    else:
+        fixed = {"prompts": ["a", "b", "c", "d"], "rounds": 1, "update": {"name": kind}}
+        dprlhf.train(**run_settings(model, **fixed | changes), output_dir=tmp_path / "run")
+    assert checked == [read]
+    assert bool(calls) == read
+
+
 @pytest.mark.parametrize("init", ["random", "public-activations"])
 def test_a_model_that_computes_nan_is_refused_as_such(init: str, tmp_path: Path) -> None:
     """Directions of public activations, which come first, had ended with an error of eigh."""
@@ -256,7 +313,7 @@ def test_a_model_that_computes_nan_is_refused_as_such(init: str, tmp_path: Path)
 
 @pytest.mark.parametrize("where", ["nowhere", "sampling", "gradients"])
 def test_kept_outputs_that_depend_on_other_rows_are_found(where, monkeypatch):
-    policy, shapes = policy_of(), replace(shapes_of(), keeps=True)
+    policy, shapes = policy_of(), replace(shapes_of(), keep="outputs")
 
     def by_contents(y: torch.Tensor) -> torch.Tensor:
         return y * (1 + y.mean())

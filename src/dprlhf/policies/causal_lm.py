@@ -330,7 +330,7 @@ class CausalLMPolicy:
         # π is the distribution that responses are sampled from.
         inputs = self.inputs_of(tokens, mask, responses, shared_rows)
         chosen = tokens[:, -responses:].flatten()
-        fits = replay is not None and replay.kept.fits(self)
+        fits = replay is not None and replay.kept.has_logits(self)
         taken = contextlib.nullcontext() if replay is None else replay.replacing(self)
         if fits and self._plain_head and not torch.is_grad_enabled():
             assert replay is not None

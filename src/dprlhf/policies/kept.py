@@ -4,7 +4,8 @@ Products of the frozen linear layers are most of the work. The forward pass of t
 the kept ones; norms, attention and the trainable layers are computed as ever. Below the lowest
 trained layer nothing is computed, since its input is kept; it depends on no trained parameter, so
 it serves the base policy, too. While an adapter adds nothing yet, all that was kept does. What is
-kept of a row is a function of that row alone, wherever sampling keeps rows apart.
+kept of a row is a function of that row alone, wherever sampling keeps rows apart. Where there is no
+memory for all of it, the logits and that input are kept, or this input alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from torch import nn
 
 from dprlhf.hardware import memory_bytes
 from dprlhf.policies import shared_prompt
+
+Keep = Literal["outputs", "logits", "input"]
+"""Outputs of all frozen layers from the lowest trained one on, or the logits; and its input."""
 
 _INPUT, _HEAD = "input", "head"
 
@@ -87,21 +91,25 @@ def _linear(module: Any) -> bool:
 
 
 def room_for(
-    policy: Any, *, rows: float, prompt: int, response: int, together: int, gradients: bool = True
-) -> bool:
-    """Return whether what sampling would keep fits into an eighth of the device's memory."""
+    policy: Any, *, rows: float, prompt: int, response: int, together: int, most: Keep = "outputs"
+) -> Keep | None:
+    """Return the most that sampling can keep in an eighth of the device's memory."""
     # From public numbers, since it decides how gradients are rounded. A round may have more rows
     # than are expected, which the other seven eighths allow for.
     parts = parts_of(policy)
     if parts is None:
-        return False
+        return None
     weight = policy.model.get_input_embeddings().weight
-    outputs = [weight.shape[1]] if parts.skipped else []
-    if gradients:
-        outputs += [_outputs(module) for module in parts.linear.values()]
     tokens = (1 + prompt) / together + response
-    numbers = rows * (tokens * sum(outputs) + response * _outputs(parts.head))
-    return bool(numbers * weight.element_size() <= memory_bytes(policy.device) / 8)
+    of_input = tokens * weight.shape[1] if parts.skipped else 0
+    of_logits = of_input + response * _outputs(parts.head)
+    of_layers = of_logits + tokens * sum(map(_outputs, parts.linear.values()))
+    sizes: dict[Keep, float] = {"outputs": of_layers, "logits": of_logits, "input": of_input}
+    for kind in list(sizes)[list(sizes).index(most) :]:
+        numbers = rows * sizes[kind]
+        if 0 < numbers * weight.element_size() <= memory_bytes(policy.device) / 8:
+            return kind
+    return None
 
 
 def _outputs(module: nn.Module) -> int:
@@ -117,7 +125,7 @@ class Kept:
     parts: _Parts  # The layers, from :func:`parts_of`
     state: dict[str, torch.Tensor] | None  # parameters sampled with; None for the base policy
     base: bool  # whether the base policy computes the same
-    gradients: bool  # keep linear outputs; else only the lowest trained layer's input and logits
+    what: Keep
     # Of each micro-batch, outputs at each token by layer, [prompts, columns + responses ·
     # (length − 1), outputs], and the logits, [prompts, responses, length, vocabulary].
     batches: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -131,12 +139,13 @@ class Kept:
         """Keep what one micro-batch of sampling, or a pass over prompts and responses, computes."""
         recorded: dict[str, torch.Tensor] = {}
         calls: dict[str, int] = {}
-        linear = self.parts.linear if self.gradients else {}
-        watched = {**linear, _HEAD: self.parts.head}
+        watched = self.parts.linear if self.what == "outputs" else {}
         hooks = [
             module.register_forward_hook(_keeping(name, layout, recorded, calls))
             for name, module in watched.items()
         ]
+        of_head = _counting if self.what == "input" else partial(_keeping, _HEAD, layout, recorded)
+        hooks.append(self.parts.head.register_forward_hook(of_head(calls)))
         keep = _keeping(_INPUT, layout, recorded, calls)
 
         def before(module: Any, args: Any, kwargs: Any) -> None:
@@ -165,6 +174,10 @@ class Kept:
         """Return what is kept of these rows, in this order."""
         return Kept(**{**vars(self), "batch": self.batch[rows], "place": self.place[rows]})
 
+    def has_logits(self, policy: Any) -> bool:
+        """Return whether the policy's own logits have been kept."""
+        return self.what != "input" and self.fits(policy)
+
     def fits(self, policy: Any) -> bool:
         """Return whether the policy still has the parameters that computed the kept outputs."""
         if policy.is_base:
@@ -176,14 +189,14 @@ class Kept:
         return bool(torch.stack(same).all())
 
 
-def keep(policy: Any, *, gradients: bool) -> Kept | None:
+def keep(policy: Any, what: Keep) -> Kept | None:
     """Return an empty store for the outputs that sampling computes; None for an untested model."""
     parts = parts_of(policy)
     if parts is None:
         return None
     state = {name: p.detach().clone() for name, p in policy.parameters.items()}
     base = policy.is_base or _adds_nothing(policy)
-    return Kept(parts, None if policy.is_base else state, base, gradients)
+    return Kept(parts, None if policy.is_base else state, base, what)
 
 
 def _adds_nothing(policy: Any) -> bool:
@@ -225,6 +238,15 @@ def _keeping(
             calls[name] = -1
 
     return keeping
+
+
+def _counting(calls: dict[str, int]) -> Callable[..., None]:
+    """Return a forward hook that counts the calls of the head, which are those of the model."""
+
+    def counting(*_: Any) -> None:
+        calls[_HEAD] = calls.get(_HEAD, 0) + 1
+
+    return counting
 
 
 class Replay:
@@ -299,6 +321,7 @@ class Replay:
             for name, module in parts.linear.items():
                 if all(name in batch for batch in kept.batches):
                     replaced[module] = _product_of(module, partial(self.of_tokens, name))
+        if kept.has_logits(policy):
             replaced[parts.head] = _product_of(parts.head, self.of_logits)
         with forwards_replaced(replaced):
             yield

@@ -76,6 +76,9 @@ class PrivateUpdate(Settings):
     leaves_rows_out: ClassVar[bool] = False
     """Whether the update gives weight 0 to single responses (``rollout.mask_truncated``)."""
 
+    reads_logprobs: ClassVar[bool] = True
+    """Whether a contribution depends on log-probabilities under π_t beside their gradients."""
+
     name: str
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     batch_size: PositiveInt = 64

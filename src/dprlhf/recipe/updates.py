@@ -25,6 +25,7 @@ class _Score(PrivateUpdate):
     """
 
     leaves_rows_out: ClassVar[bool] = True
+    reads_logprobs: ClassVar[bool] = False
 
 
 Baseline = Literal["paired", "loo", "group"]

@@ -13,7 +13,7 @@ another kernel. Every row therefore starts with one more column that is masked.
 
 from dprlhf.rollout.batch import Responses, Tick
 from dprlhf.rollout.sampling import (
-    keeps_outputs,
+    most_kept,
     public_sampling_settings,
     resolve_batch_size,
     sample,
@@ -24,7 +24,7 @@ from dprlhf.rollout.sampling import (
 __all__ = [
     "Responses",
     "Tick",
-    "keeps_outputs",
+    "most_kept",
     "public_sampling_settings",
     "resolve_batch_size",
     "sample",

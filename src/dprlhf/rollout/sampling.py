@@ -17,7 +17,7 @@ from dprlhf.boundary import Private
 from dprlhf.data.users import Prompts
 from dprlhf.errors import EXITS
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.kept import Kept, Layout, room_for
+from dprlhf.policies.kept import Keep, Kept, Layout, room_for
 from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
 from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
@@ -26,7 +26,6 @@ from dprlhf.rollout.decoding import batch_size, decode
 if TYPE_CHECKING:
     from dprlhf.rollout.static_steps import StaticSteps
 
-Keep = Literal["gradients", "logits"] | None
 """What sampling keeps of its computations (:mod:`dprlhf.policies.kept`), and for what."""
 
 
@@ -71,26 +70,26 @@ def public_sampling_settings(spec: recipe.Rollout, prompts: int, responses: int)
     return spec.model_copy(update=chosen)
 
 
-def keeps_outputs(
+def most_kept(
     policy: CausalLMPolicy,
     spec: recipe.Rollout,
     *,
     rows: float,
     max_prompt_tokens: int,
-    gradients: bool = True,
-) -> bool:
-    """Return whether sampling can keep what it computes, and has the memory for it."""
+    most: Keep = "outputs",
+) -> Keep | None:
+    """Return the most that sampling can keep of what it computes, and has the memory for."""
     if policy.sampler is not None or spec.backend == "vllm" or spec.base_policy != "on-policy":
-        return False
+        return None
     if replays_graphs(policy, spec):  # a graph calls no hook
-        return False
+        return None
     return room_for(
         policy,
         rows=rows,
         prompt=max_prompt_tokens,
         response=spec.max_new_tokens,
         together=spec.responses,
-        gradients=gradients,
+        most=most,
     )
 
 
@@ -103,7 +102,7 @@ def sample_responses(
     round_: int,
     max_prompt_tokens: int,
     tick: Tick | None = None,
-    keep: Keep = None,
+    keep: Keep | None = None,
 ) -> Private[Responses]:
     """Sample this round's responses to the private users' prompts, as :func:`sample` does."""
     return prompts.map(
@@ -131,7 +130,7 @@ def sample(
     max_prompt_tokens: int,
     tick: Tick | None = None,
     private: bool = False,
-    keep: Keep = None,
+    keep: Keep | None = None,
 ) -> Responses:
     """Sample ``spec.responses`` responses for each prompt.
 
@@ -158,9 +157,7 @@ def sample(
         )
     else:
         draws = draws_of(prompts, key, context, spec.responses, spec.max_new_tokens)
-        kept = None
-        if keep is not None:
-            kept = keep_outputs(policy, gradients=keep == "gradients")
+        kept = None if keep is None else keep_outputs(policy, keep)
         responses = _one_turn(policy, prompts, spec, draws, max_prompt_tokens, tick, kept)
     if spec.mask_truncated:
         return Responses(**{**vars(responses), "left_out": ~ended(policy, responses)})
@@ -173,7 +170,7 @@ def sample_public(
     settings: recipe.Recipe,
     rollout: recipe.Rollout,
     *use: str | int,  # the name of the use, and what tells draws of one use apart
-    keep: Keep = None,
+    keep: Keep | None = None,
 ) -> Responses:
     """Sample responses to PUBLIC prompts; the draws need no secrecy, and follow from the seed."""
     name, *of_use = use

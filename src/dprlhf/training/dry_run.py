@@ -39,7 +39,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     recipe, plan, policy = stage.recipe, prepared.plan, prepared.policy
     public = stage.known
     for _ in range(2):  # the first pass warms up
-        phases = seconds_a_response(policy, stage.scorer, public, recipe, keeps=stage.keeps)
+        phases = seconds_a_response(policy, stage.scorer, public, recipe, keep=stage.keep)
     terms = _terms(recipe, prepared)
     spread, cut = stage.spread, None  # cut: the share of PUBLIC prompts longer than private may be
     if stage.public is not None:

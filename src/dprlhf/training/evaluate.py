@@ -20,7 +20,7 @@ from dprlhf.policies.protocol import Sampling
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.isolation import kept_process_state
 from dprlhf.rewards.scoring import score_responses
-from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample
+from dprlhf.rollout import Responses, most_kept, public_sampling_settings, sample
 from dprlhf.rollout.logprobs import base_logprobs, token_logprobs
 from dprlhf.rollout.sampling import ended
 from dprlhf.training.processes import Processes
@@ -285,7 +285,10 @@ def evaluate(
     own = np.arange(len(prompts)) if processes is None else processes.share(np.arange(len(prompts)))
     one = public_sampling_settings(rollout, len(own), 1)
     longest = max_prompt_tokens
-    room = keeps_outputs(policy, one, rows=len(own), max_prompt_tokens=longest, gradients=False)
+    keep = None
+    if batch_size is not None:
+        sizes = {"rows": len(own), "max_prompt_tokens": longest}
+        keep = most_kept(policy, one, **sizes, most="logits")
     responses = sample(
         policy,
         prompts.take(own),
@@ -294,7 +297,7 @@ def evaluate(
         context=("evaluation", seed),
         max_prompt_tokens=longest,
         tick=tick,
-        keep="logits" if batch_size is not None and room else None,
+        keep=keep,
     )
     logs = None if batch_size is None else token_logs(policy, responses, batch_size)
     responses = Responses(**{**vars(responses), "kept": None})

@@ -21,13 +21,13 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.subspace import Subspace, fit_subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Keep
 from dprlhf.policies.protocol import Sampling
 from dprlhf.recipe import Recipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.scoring import score_responses
-from dprlhf.rollout import Responses, keeps_outputs, public_sampling_settings, sample_public
+from dprlhf.rollout import Responses, most_kept, public_sampling_settings, sample_public
 from dprlhf.rollout.logprobs import token_logprobs
-from dprlhf.rollout.sampling import Keep
 from dprlhf.training.run import Batch, Run
 from dprlhf.updates.public_gradients import likelihood_gradients, public_gradients
 
@@ -185,13 +185,12 @@ def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -
     subspace = settings.update.subspace
     assert subspace is not None
     prompts = with_factors(prompts, settings)
-    count, keeps = parts_that_are_kept(run.policy, settings, len(prompts))
+    count, keep = parts_that_are_kept(run.policy, settings, len(prompts))
     gradients, likelihoods = [], []
     for places in np.array_split(np.arange(len(prompts)), count):
         rollout = settings.rollout
         if rollout.base_policy == "on-policy":
             rollout = public_sampling_settings(rollout, len(places), rollout.responses)
-        keep: Keep = "gradients" if keeps else None
         responses = sample_public(
             run.policy, prompts.take(places), settings, rollout, "subspace", batch.t, keep=keep
         )
@@ -223,24 +222,31 @@ def policy_rows(run: Run, batch: Batch, prompts: Prompts) -> Responses:
     settings = run.recipe
     assert isinstance(settings, Recipe)
     rollout = public_sampling_settings(settings.rollout, len(prompts), 1)
-    return sample_public(run.policy, prompts, settings, rollout, "target_kl", batch.t)
+    sizes = {"rows": len(prompts), "max_prompt_tokens": settings.data.max_prompt_tokens}
+    # No logits: a move is measured between two passes over responses, which round alike.
+    keep = most_kept(run.policy, rollout, **sizes, most="input")
+    return sample_public(run.policy, prompts, settings, rollout, "target_kl", batch.t, keep=keep)
 
 
-def parts_that_are_kept(policy: CausalLMPolicy, settings: Recipe, prompts: int) -> tuple[int, bool]:
-    """Return how many parts to take PUBLIC prompts in, and whether sampling keeps what it computes.
+def parts_that_are_kept(
+    policy: CausalLMPolicy, settings: Recipe, prompts: int
+) -> tuple[int, Keep | None]:
+    """Return how many parts to take PUBLIC prompts in, and what sampling keeps of each.
 
     There are often more of them than a round has users, and there is memory for a part alone.
     """
     if isinstance(settings.update, recipe.PPO):
-        return 1, False
+        return 1, None
     for parts in (1, 2, 4, 8):  # the more parts, the smaller the batches of sampling
         if parts > max(1, prompts):
             break
         rows = -(-prompts // parts) * settings.rollout.responses
         longest = settings.data.max_prompt_tokens
-        if keeps_outputs(policy, settings.rollout, rows=rows, max_prompt_tokens=longest):
-            return parts, True
-    return 1, False
+        keep = most_kept(policy, settings.rollout, rows=rows, max_prompt_tokens=longest)
+        if keep == "outputs":
+            return parts, keep
+    rows = prompts * settings.rollout.responses
+    return 1, most_kept(policy, settings.rollout, rows=rows, max_prompt_tokens=longest)
 
 
 def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:

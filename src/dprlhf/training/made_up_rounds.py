@@ -45,7 +45,7 @@ from dprlhf.gradients.micro_batches import (
     user_gradients,
 )
 from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
-from dprlhf.policies.kept import Layout, keep
+from dprlhf.policies.kept import Keep, Layout, keep
 from dprlhf.rollout.batch import Responses, rows_of
 from dprlhf.rollout.decoding import decode, try_last_step
 from dprlhf.rollout.logprobs import token_logprobs
@@ -144,7 +144,8 @@ class Shapes:
     prompts: int
     update: Any  # The recipe's update, with its batch_size
     rollout: recipe.Rollout | None = None  # The settings of sampling
-    keeps: bool = False  # Whether the gradients take what sampling has computed
+    logprobs: bool = True  # Whether contributions depend on log-probabilities of the rows
+    keep: Keep | None = None  # What the gradients take of what sampling has computed
 
     @property
     def sampled_together(self) -> int:
@@ -191,7 +192,7 @@ def logits_of(
         seen.append(last[:, :: -(-last.shape[1] // _COLUMNS)].clone())
 
     draws = [np.random.default_rng([9, n or 0]).random((together, steps)) for n in numbers]
-    kept = keep(policy, gradients=True) if shapes.keeps else None
+    kept = None if shapes.keep is None else keep(policy, shapes.keep)
     layout = Layout(size, 1 + width, together, steps)
     sizes = {"size": size, "width": width, "num_generations": together, "max_new_tokens": steps}
     static = static_steps(policy, shapes.rollout, **sizes)
@@ -278,8 +279,8 @@ def contributions(
     """
     rows = _made_up(policy, shapes, numbers, prompts)
     update, size = shapes.update, shapes.update.batch_size
-    if shapes.keeps and prompts == 1:
-        rows = _with_outputs(policy, rows, size)
+    if shapes.keep is not None and prompts == 1:
+        rows = _with_outputs(policy, rows, size, shapes.keep)
     weights = _weights(rows)
     if isinstance(update, recipe.PPO):
         from dprlhf.updates.ppo import train_copies
@@ -331,12 +332,14 @@ def _weights(rows: Responses) -> NDArray[np.float64]:
 
 
 @torch.no_grad()
-def _with_outputs(policy: CausalLMPolicy, rows: Responses, batch_size: int) -> Responses:
+def _with_outputs(
+    policy: CausalLMPolicy, rows: Responses, batch_size: int, what: Keep
+) -> Responses:
     """Return the rows with layer outputs for the gradients to reuse, as if sampling had kept them.
 
     They are computed at the shapes of the gradients, so these are checked with and without them.
     """
-    kept = keep(policy, gradients=True)
+    kept = keep(policy, what)
     assert kept is not None
     length, width = rows.max_new_tokens, rows.width
     for batch in (part for whole in micro_batches(rows, batch_size) for part in whole.passes()):
@@ -379,14 +382,15 @@ def check_layout(policy: CausalLMPolicy, shapes: Shapes, processes: Processes) -
         problem = _problem(policy, shapes)
     if float(processes.sum(torch.tensor([float(problem is not None)], dtype=torch.float64))):
         raise problem or DprlhfError("another process could not keep to the run's shapes")
-    sampled = "sampling, log-probabilities, " if shapes.rollout is not None else ""
+    phases = ["sampling, "] * (shapes.rollout is not None)
+    phases += ["log-probabilities, "] * shapes.logprobs
     count = torch.get_num_threads()
     threads = f"{count} thread" + "s" * (count > 1)
     return (
         "checked at start on this machine (and again at each resume): made-up rows, each at its"
         " place, gave the same bits with blank, longer, shorter and other rows around them, and"
-        f" when computed again, in {sampled}gradients, on {policy.device.type} with {threads}, at"
-        f" prompts of {shapes.prompt} tokens"
+        f" when computed again, in {''.join(phases)}gradients, on {policy.device.type} with"
+        f" {threads}, at prompts of {shapes.prompt} tokens"
         f"{', each user differentiated alone' * (policy.one_user_a_pass is not None)}."
         " It is a sample of rows, not all that could occur"
     )
@@ -517,9 +521,8 @@ def _first_dependent_phase(policy: CausalLMPolicy, shapes: Shapes) -> str | None
     with _in_memory(f"the gradient of {tokens}", "update.batch_size or data.max_prompt_tokens"):
         if how := _dependence(size, lambda some: gradients_of(policy, shapes, some)):
             return f"gradients: {how}"
-        if shapes.rollout is None and shapes.rows == 1:
-            return None  # a supervised loss whose weights need no log-probabilities
-        if how := _dependence(size, lambda some: logprobs_of(policy, shapes, some)):
+        logprobs = partial(logprobs_of, policy, shapes)
+        if shapes.logprobs and (how := _dependence(size, logprobs)):
             return f"log-probabilities: {how}"
     return None
 
@@ -531,11 +534,12 @@ def _dependence(size: int, values: Callable[[Sequence[int | None]], Values]) -> 
     # Half of the users beside blank rows, the other half beside those of other users.
     blank = [n if n % 2 == 0 else None for n in everyone]
     other = [n if n % 2 else size + 1 + n for n in everyone]
+    beside_blank = _differ(full, values(blank), everyone[::2])
+    if not beside_blank and not _differ(full, values(other), everyone[1::2]):
+        return ""
     if _differ(full, values(everyone), everyone):
         return "the same rows give other bits each time"
-    if _differ(full, values(blank), everyone[::2]) or _differ(full, values(other), everyone[1::2]):
-        return "on this machine a row's bits depend on what the other rows contain"
-    return ""
+    return "on this machine a row's bits depend on what the other rows contain"
 
 
 def _differ(one: Values, other: Values, places: Sequence[int]) -> bool:

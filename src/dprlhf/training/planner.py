@@ -349,7 +349,7 @@ def measure(
             " agree no more than by chance: give more of them, or compare settings by dprlhf tune"
         )
     for _ in range(2):  # the first pass warms up
-        phases = seconds_a_response(parts.policy, stage.scorer, rows, settled, keeps=stage.keeps)
+        phases = seconds_a_response(parts.policy, stage.scorer, rows, settled, keep=stage.keep)
     signal = probe.signals[counts[-1]]
     return Facts(
         recipe=settled.model_copy(update={"privacy": recipe.privacy, "rounds": recipe.rounds}),

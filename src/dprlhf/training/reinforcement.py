@@ -23,6 +23,7 @@ from dprlhf.data.public import evaluated, neutral_prompts
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Keep
 from dprlhf.policies.refusals import refuse_foreign_hooks
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import PPO, Recipe
@@ -30,7 +31,7 @@ from dprlhf.rewards import LoadedReward, RewardSummary, Scorer, Scores, load_rew
 from dprlhf.rewards.isolation import captured
 from dprlhf.rewards.reward import RoundState
 from dprlhf.rewards.scoring import score_private
-from dprlhf.rollout import Responses, keeps_outputs, sample_responses
+from dprlhf.rollout import Responses, most_kept, sample_responses
 from dprlhf.runs.checkpoint import Stateful
 from dprlhf.runs.folder import JsonLines, RunFolder, append_secret, write_json
 from dprlhf.training.evaluate import (
@@ -127,7 +128,7 @@ class Reinforcement:
         self.guidance: Guidance | None = None
         self.stateful: dict[str, Stateful] = {}
         self.watch: Callable[[PrivateRound], None] | None = None  # an audit's, before the update
-        self.keeps = False
+        self.keep: Keep | None = None
         self.timing: dict[str, float] = {}
         self.agent: AgentSampler | None = None
         self._sources = sources
@@ -206,12 +207,13 @@ class Reinforcement:
         # processes share their memory.
         rows = plan.expected_batch_size * rollout.responses * recipe.data.prompts_in_round
         sharing = 1 if policy.device.type == "cuda" else processes.count
-        self.keeps = not isinstance(recipe.update, PPO) and keeps_outputs(
-            policy,
-            rollout,
-            rows=rows / processes.count * sharing,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-        )
+        if not isinstance(recipe.update, PPO):
+            self.keep = most_kept(
+                policy,
+                rollout,
+                rows=rows / processes.count * sharing,
+                max_prompt_tokens=recipe.data.max_prompt_tokens,
+            )
         self.public = evaluated(recipe, prepared.public)
         self.known = self.public or neutral_prompts(
             conversations=users.conversations, in_rows=users.with_prompts
@@ -226,7 +228,11 @@ class Reinforcement:
             prompts=recipe.data.prompts_in_round,
             update=recipe.update,
             rollout=None if rollout.backend == "vllm" else rollout,
-            keeps=self.keeps,
+            logprobs=recipe.update.reads_logprobs
+            or recipe.kl.beta > 0
+            or rollout.base_policy != "on-policy"
+            or rollout.backend == "vllm",
+            keep=self.keep,
         )
 
     def load(self, prepared: PreparedRun) -> None:
@@ -328,7 +334,7 @@ class Reinforcement:
                 round_=batch.t,
                 max_prompt_tokens=longest,
                 tick=batch.tick,
-                keep="gradients" if self.keeps else None,
+                keep=self.keep,
             )
             batch.bar.start("rewards", batch.users)
             scores: Private[Scores] = score_private(self.scorer, responses)
@@ -434,7 +440,7 @@ class Reinforcement:
     def seconds_a_round(self, run: Run) -> float | None:
         """Time a response's phases on public prompts, or without them on neutral ones."""
         self.timing = seconds_a_response(
-            run.policy, self.scorer, self.known, self.recipe, keeps=self.keeps
+            run.policy, self.scorer, self.known, self.recipe, keep=self.keep
         )
         return seconds_a_round(self.recipe, run.plan, self.timing, run.guides)
 

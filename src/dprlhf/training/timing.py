@@ -17,13 +17,13 @@ from dprlhf.data.public import MEASURED, Guides
 from dprlhf.data.users import Prompts
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Keep
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
 from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, sample_public
-from dprlhf.rollout.sampling import Keep
 
 if TYPE_CHECKING:
     from dprlhf.training.tasks import Task
@@ -35,7 +35,7 @@ def seconds_a_response(
     prompts: Prompts,
     recipe: Recipe,
     *,
-    keeps: bool,
+    keep: Keep | None,
 ) -> dict[str, float]:
     """Sample, score and differentiate one micro-batch of PUBLIC prompts.
 
@@ -50,7 +50,6 @@ def seconds_a_response(
     # In the shapes of a private round.
     batch = prompts.take(chosen).changed(users=users, slots=slots, round_users=users)
     clock = [time.perf_counter()]
-    keep: Keep = "gradients" if keeps else None
     responses = sample_public(policy, batch, recipe, rollout, "timing", keep=keep)
     clock.append(time.perf_counter())
     score_responses(scorer, responses)
