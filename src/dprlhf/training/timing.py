@@ -20,12 +20,12 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Keep
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import Recipe
-from dprlhf.recipe.supervised import StageRecipe
 from dprlhf.rewards import Scorer
 from dprlhf.rewards.scoring import score_responses
 from dprlhf.rollout import Responses, sample_public
 
 if TYPE_CHECKING:
+    from dprlhf.recipe.supervised import StageRecipe
     from dprlhf.training.tasks import Task
 
 
