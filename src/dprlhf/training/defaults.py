@@ -29,6 +29,9 @@ EVALUATED = 128
 
 DIRECTIONS = 16
 
+GUIDES = 64
+"""Public prompts to which a round's directions are fitted; more cost time and gained nothing."""
+
 WIDE = 64
 """Least number of trained parameters for which so few directions save noise."""
 
@@ -60,6 +63,8 @@ def with_defaults(
         if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
+            if stage == "rl":  # each is sampled and scored
+                update["subspace"]["prompts"] = GUIDES
             made["optimizer"] = dict(STEPS)
             fewest = FEWEST_WITH_DIRECTIONS
     if "rounds" not in made:
