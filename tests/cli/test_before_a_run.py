@@ -228,7 +228,7 @@ class TestDryRun:
         timed = mock.Mock(side_effect=timing.seconds_a_response)
         monkeypatch.setattr("dprlhf.training.dry_run.seconds_a_response", timed)
         plan = dry_run(load_recipe(recipe_file, self.QUICK))
-        assert timed.call_args.kwargs == {"keeps": True}  # as the run's own rounds do
+        assert timed.call_args.kwargs == {"keep": "outputs"}  # as the run's own rounds do
         assert plan["noise_to_clip_ratio"] < 1
         assert "public 1" in (recipe_file.parent / "seen").read_text()
         assert "user" not in (recipe_file.parent / "seen").read_text()

@@ -36,7 +36,6 @@ class PreferredAnswers:
     """The DPO loss and its derivatives, as weights of log-probabilities."""
 
     rows = 2
-    reads_logprobs = True
 
     def __init__(self, spec: DPORecipe) -> None:
         self._data = spec.data

@@ -170,7 +170,6 @@ class Reactions:
     """The losses of logged feedback and their derivatives, as weights of log-probabilities."""
 
     rows = 1
-    reads_logprobs = True
     metrics: tuple[str, ...] = ("loss",)
 
     def __init__(self, spec: FeedbackRecipe) -> None:

@@ -251,7 +251,7 @@ class Supervised:
             num_generations=1,
             prompts=self.recipe.data.prompts_in_round,
             update=self.recipe.update,
-            logprobs=self.task.reads_logprobs,
+            logprobs=getattr(self.task, "reads_logprobs", True),  # of others: unknown
         )
 
     def check_rows(self, rows: Any) -> None:

@@ -166,7 +166,6 @@ class Task(Protocol):
     """A supervised task: the encoding of rows and the weights of their log-probabilities."""
 
     rows: int  # Number of rows of tokens for one row of data
-    reads_logprobs: bool  # Whether :meth:`weights` depends on log-probabilities
     metrics: tuple[str, ...]  # Names of the metrics that :meth:`losses` returns
 
     def encode(self, model: CausalLMPolicy, examples: Prompts) -> Responses:
@@ -186,7 +185,7 @@ class NextTokens:
     """Supervised fine-tuning: a document's loss is the mean of −log π over its learnt tokens."""
 
     rows = 1
-    reads_logprobs = False
+    reads_logprobs = False  # by its weights
     metrics: tuple[str, ...] = ("loss",)
 
     def __init__(self, data: recipe.Documents) -> None:
@@ -238,7 +237,6 @@ class Pairs:
     """A reward model from pairs: the loss is −log σ(r(chosen) − r(rejected)) (Bradley–Terry)."""
 
     rows = 2
-    reads_logprobs = True
     metrics: tuple[str, ...] = ("loss", "accuracy")
 
     def __init__(self, data: recipe.Preferences) -> None:
@@ -303,7 +301,7 @@ class Labels:
     """A reward model from labels: the loss is −log p(label | text)."""
 
     rows = 1
-    reads_logprobs = False
+    reads_logprobs = False  # by its weights
     metrics: tuple[str, ...] = ("loss", "accuracy")
 
     def __init__(self, data: recipe.Preferences, labels: list[str]) -> None:
