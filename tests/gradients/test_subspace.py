@@ -97,6 +97,37 @@ def test_arbitrary_directions_avoid_it_as_well(mean_first: bool) -> None:
         assert (found.directions @ away[0]).abs().max() < 1e-6
 
 
+def test_a_natural_step_is_the_gradient_over_the_second_moment_of_public_ones() -> None:
+    gradients = gradients_along(orthonormal(6, 80), 500) / 3
+    gradients /= gradients.norm(dim=1, keepdim=True).clamp(min=1)
+    plain = fit(gradients, 6).directions
+    found = fit_subspace(gradients, 6, clip_norm=1.0, natural=True)
+    vector = torch.randn(80, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    step = found.lift(found.coordinates(vector[None])[0])
+    norms = gradients.norm(dim=1, keepdim=True)
+    clipped = gradients / norms.clamp(min=norms.median() / 2)
+    moments = plain @ (clipped.T @ clipped / len(gradients)) @ plain.T
+    damped = moments + torch.eye(6) * moments.trace() / 60
+    truth = plain.T @ torch.linalg.solve(damped, plain @ vector)
+    assert torch.cosine_similarity(step, truth, dim=0) == pytest.approx(1, abs=1e-9)
+    assert torch.cosine_similarity(step, plain.T @ plain @ vector, dim=0) < 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_natural_steps_do_not_follow_noise_where_public_gradients_are_silent(dtype):
+    planted = orthonormal(3, 20)
+    found = fit_subspace(gradients_along(planted, 40).to(dtype), 8, clip_norm=1.0, natural=True)
+    lengths, silent = (
+        found.directions.norm(dim=1),
+        (found.directions.double() @ planted.T).norm(dim=1),
+    )
+    assert (silent[3:] < 1e-5).all()
+    assert lengths[:3].max() > 1.5
+    torch.testing.assert_close(lengths[3:], torch.ones(5, dtype=dtype))
+    zero = fit_subspace(torch.zeros(9, 20, dtype=dtype), 4, clip_norm=1.0, natural=True)
+    torch.testing.assert_close(zero.directions.norm(dim=1), torch.ones(4, dtype=dtype))
+
+
 def test_one_loud_user_does_not_turn_them() -> None:
     planted = orthonormal(3, 50)
     gradients = gradients_along(planted, 40, noise=1e-3)

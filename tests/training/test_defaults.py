@@ -95,8 +95,12 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     assert made["update"].get("subspace") is None
     assert made.get("optimizer") == given.get("optimizer")
     free = with_defaults(values, users=9, public=400, model="nowhere")
-    assert free["update"]["subspace"]
+    assert free["update"]["subspace"] == {"rank": 16, "target_kl": 20.0, "prompts": 64}
+    logged = with_defaults({**values, "stage": "feedback"}, users=9, public=400, model="nowhere")
+    assert logged["update"]["subspace"] == {"rank": 16, "target_kl": 20.0}  # no row is sampled
     assert free["optimizer"]["name"] == "normalized-sgd"
+    lengths = [made["optimizer"]["learning_rate"] for made in (free, logged)]
+    assert lengths == [8.0, 2.0]  # natural steps are longer
     few = [with_defaults(v, users=300, public=400, model="nowhere") for v in (values, {})]
     assert [made["rounds"] for made in few] == [8, 4]  # with directions, and without public rows
     assert with_defaults({"rounds": 0}, users=9, public=None, model="nowhere")["rounds"] == 0

@@ -281,6 +281,9 @@ def test_with_the_same_releases_the_policy_is_the_same_whoever_the_users_are(
     start, end = (list(policy.parameters.values()) for policy in policies)
     assert all(torch.equal(one, other) for one, other in zip(start, end, strict=True))
     assert len(measured) > 2 * 3 * 2  # steps were shortened, and measured again
+    lengths = subspace_in(folder)["directions"].norm(dim=1)
+    natural = bool(lengths.max() > 1.01 * lengths.min())
+    assert natural == (stage != "feedback")  # where the policy wrote the public responses
 
 
 @pytest.mark.slow

@@ -7,6 +7,11 @@ private user then contributes a · P g_u, p numbers, clipped to S; the released 
 along Pᵀ/a times it. P and a are computed from public rows and from the policy, which is released.
 So they are constants given the releases before, a user's contribution is a function of that user's
 rows alone, and the clip bounds it by S, whatever P and a are.
+
+In private updates whose steps have a divergence for length (``target_kl``), each direction is
+divided by the root of the public gradients' second moment along it (AdaDPS, Li et al., arXiv
+2202.05963). The step is then the natural gradient in the subspace, to first order the largest gain
+a nat: along directions in which responses vary little, the same divergence is a longer step.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import torch
 class Subspace:
     """A subspace of the policy's parameters, in whose coordinates gradients are released."""
 
-    directions: torch.Tensor  # Orthonormal directions P, [p, dimension]
+    directions: torch.Tensor  # Orthogonal directions P, [p, dimension]
     scale: float  # brings public users' coordinates to a known size relative to the clip norm
 
     @property
@@ -42,9 +47,12 @@ class Subspace:
         return self.scale * torch.stack(rows) if rows else vectors.new_zeros(0, self.rank)
 
     def lift(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """Return Pᵀc/a, ``[dimension]``: the vector whose coordinates are c, ``[p]``."""
+        """Return Pᵀc/a, ``[dimension]``, of coordinates c, ``[p]``."""
         return self.directions.to(coordinates).T @ coordinates / self.scale
 
+
+_DAMPING = 0.1
+"""Part of the mean second moment that is added to each, so that weak directions do not lead."""
 
 CLIP_RATIO = 0.5
 """Clip norm S as a share of the median norm of the public users' scaled coordinates."""
@@ -56,6 +64,7 @@ def fit_subspace(
     *,
     clip_norm: float,
     mean_first: bool = False,
+    natural: bool = False,  # whether coordinates have like second moments over public users
     avoid: torch.Tensor | None = None,  # [users, dimension]
 ) -> Subspace:
     """Return the subspace in which PUBLIC users' gradients vary most."""
@@ -83,10 +92,21 @@ def fit_subspace(
     top = torch.where(size > 1e-6 * size.max(), top / size.clamp(min=1e-30), 0.0)
     # What is avoided comes first: the others, arbitrary ones too, are then orthogonal to it.
     directions = torch.linalg.qr(torch.cat([away.to(top), top]).T).Q.T[len(away) :].contiguous()
+    if natural:
+        directions = _of_like_moments(directions, clipped)
     seen = (clipped @ directions.T).double().norm(dim=1) * sizes
     median = float(seen.median()) if len(seen) else 0.0
     scaled = math.isfinite(clip_norm) and median > 0
     return Subspace(directions, clip_norm / (CLIP_RATIO * median) if scaled else 1.0)
+
+
+def _of_like_moments(directions: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """Return directions divided by the root of the gradients' second moment along each."""
+    moments = (gradients @ directions.T).double().square().mean(0)
+    roots = (moments + _DAMPING * moments.mean()).sqrt()
+    # Noise alone moves the policy along arbitrary directions: they are no longer than the shortest.
+    roots = torch.where(moments > 1e-12 * moments.max(), roots, roots.max())
+    return directions * (roots.max() / roots).nan_to_num(1.0).to(directions)[:, None]
 
 
 def _unit_mean(vectors: torch.Tensor) -> torch.Tensor:

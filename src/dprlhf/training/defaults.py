@@ -40,6 +40,9 @@ TARGET_KL = 20.0
 STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 2.0, "momentum": 0.6}
 """The step rule with a subspace; few steps are as long as that under the target divergence."""
 
+NATURAL = 8.0
+"""The longest step of private RL, whose natural directions take longer ones for a divergence."""
+
 
 def with_defaults(
     values: Mapping[str, Any], *, users: int | None, public: int | None, model: Any
@@ -63,9 +66,10 @@ def with_defaults(
         if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
-            if stage == "rl":  # each is sampled and scored
-                update["subspace"]["prompts"] = GUIDES
             made["optimizer"] = dict(STEPS)
+            if stage == "rl":
+                update["subspace"]["prompts"] = GUIDES  # each is sampled and scored
+                made["optimizer"]["learning_rate"] = NATURAL
             fewest = FEWEST_WITH_DIRECTIONS
     if "rounds" not in made:
         passes = made.get("privacy", {}).get("participations", 1)

@@ -46,8 +46,13 @@ _WHOLE = 24
 class Guidance:
     """Finds the subspace of each round and shortens its step; its state is the last subspace."""
 
-    def __init__(self, settings: recipe.Subspace, guides: Guides, seed: int) -> None:
+    def __init__(
+        self, settings: recipe.Subspace, guides: Guides, seed: int, *, on_policy: bool
+    ) -> None:
         self._settings = settings
+        # How public responses vary is the price of a step only where the policy itself wrote them:
+        # along what a log hardly varies in, a policy soon leaves what the log can tell.
+        self._natural = on_policy and settings.target_kl is not None
         self._guides = guides
         self._seed = seed
         self._subspace: Subspace | None = None
@@ -107,6 +112,7 @@ class Guidance:
             self._settings.rank,
             clip_norm=run.plan.clip_norm,
             mean_first=self._settings.mean_first,
+            natural=self._natural,
             avoid=None if avoided is None else of_all(avoided),
         )
         shared: Subspace = processes.from_main(fitted)

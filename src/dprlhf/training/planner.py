@@ -116,6 +116,7 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
         subspace.rank,
         clip_norm=clip,
         mean_first=subspace.mean_first,
+        natural=subspace.target_kl is not None,
         avoid=avoid,
     )
     return signal_of(vectors[half:], clip, fitted.directions, fitted.scale)
@@ -124,7 +125,7 @@ def _signal(policy: CausalLMPolicy, recipe: Recipe, responses: Responses, scores
 def signal_of(
     vectors: torch.Tensor,  # A vector for each public user, [users, dimension]
     clip_norm: float,
-    directions: torch.Tensor | None = None,  # Orthonormal directions of a subspace, [p, dimension]
+    directions: torch.Tensor | None = None,  # Directions of a subspace, [p, dimension]
     scale: float = 1.0,
 ) -> Signal:
     """Return the signal of users' vectors before clipping."""

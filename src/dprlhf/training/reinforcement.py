@@ -272,7 +272,9 @@ class Reinforcement:
             from dprlhf.training.guidance import Guidance
 
             assert prepared.guides is not None
-            self.guidance = Guidance(recipe.update.subspace, prepared.guides, recipe.seed)
+            self.guidance = Guidance(
+                recipe.update.subspace, prepared.guides, recipe.seed, on_policy=True
+            )
             self.guidance.check(policy.dimension)
             self.stateful = {"subspace": self.guidance}
 

@@ -328,7 +328,7 @@ class Supervised:
             return
         assert prepared.guides is not None
         guides, key = prepared.guides, "update.subspace.data" if spec.data else "evaluation.data"
-        self.guidance = Guidance(spec, guides, self.recipe.seed)
+        self.guidance = Guidance(spec, guides, self.recipe.seed, on_policy=False)
         self.guidance.check(prepared.policy.dimension)
         self.stateful["subspace"] = self.guidance
         rows = np.arange(guides.first, guides.rows.count)
