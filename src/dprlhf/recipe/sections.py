@@ -197,7 +197,7 @@ class Optimizer(Settings):
 
     Attributes:
         name: ``sgd``; ``normalized-sgd``: SGD whose step has a fixed length along the momentum
-            (arXiv 2002.03305); or ``adam``.
+            (arXiv 2002.03305), at most that with ``target_kl``; or ``adam``.
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
