@@ -93,6 +93,13 @@ class TestInit:
         assert made.evaluation is None
         assert made.policy.adapter.init == "random"
 
+    @pytest.mark.parametrize(("named", "hint"), [("", True), ("user_id", False)])
+    def test_a_column_that_looks_like_a_user(self, here: Path, named: str, hint: bool) -> None:
+        (here / "private.csv").write_text("prompt,user_id\na,ada\nb,ben\n")
+        done = call("init", *self.OPTIONS, "--user-column", named)
+        assert done.exit_code == 0, done.output
+        assert ("'user_id' looks like the name of a user" in done.output) is hint
+
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     def test_a_model_that_is_not_there_yet(self, here: Path, kind: tiny.Kind) -> None:
         """What the recipe then says fits it all the same."""

@@ -55,13 +55,8 @@ def check_model(model: str, _: Mapping[str, Any]) -> None:
 
 def check_prompts(prompts: str, earlier: Mapping[str, Any]) -> None:
     """Check that the file or folder of the private prompts exists, and has a column of prompts."""
-    from dprlhf.data.columns import person_column
-
     _check_place("prompts", prompts)
     columns_in(prompts, earlier.get("prompt_column"), earlier["stage"])
-    names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
-    if not earlier.get("user_column") and (name := person_column(names)):
-        typer.echo(f"the column {name!r} looks like the name of a user", err=True)
 
 
 def check_public_prompts(public_prompts: str, earlier: Mapping[str, Any]) -> None:
@@ -115,7 +110,7 @@ def _check_place(what: str, path: str) -> None:
 def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | None]:
     """Return the columns of a file of private rows, by the key of a recipe of a stage."""
     columns: dict[str, str | None] = {"prompt_column": column_in(prompts, named, stage=stage)}
-    names = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    names = names_in(prompts)
     if stage == "sft" and names and "completion" not in names:
         columns["completion_column"] = None  # the loss is taken on whole texts
     pair = ("chosen", "rejected")
@@ -132,7 +127,7 @@ def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | N
 def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str = "rl") -> str:
     """Return the column of the prompts in a file; of a folder or a hub id, the usual one."""
     wanted = (named,) if named else PROMPT_COLUMNS[stage]
-    columns = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    columns = names_in(prompts)
     match = next((name for name in wanted if name in columns), None)
     if columns and match is None:
         raise DprlhfError(
@@ -140,6 +135,12 @@ def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str
             f" are {', '.join(columns)}: name that of the prompts with --prompt-column"
         )
     return match or wanted[0]
+
+
+def names_in(prompts: str) -> list[str]:
+    """Return the names of a file's columns; none of a folder or a hub id."""
+    names: list[str] = _rows_in(prompts).column_names if prompts.endswith(DATA_FILES) else []
+    return names
 
 
 def users_in(prompts: str, user_column: str, prompt_column: str) -> int | None:

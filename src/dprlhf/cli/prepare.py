@@ -17,6 +17,7 @@ from dprlhf.cli.answers import (
     checked,
     column_in,
     columns_in,
+    names_in,
     take_stage,
     users_in,
 )
@@ -102,10 +103,14 @@ def init(
 ) -> None:
     """Ask six questions and write a short recipe. An option answers its question."""
     from dprlhf.cli.init import new_recipe
+    from dprlhf.data.columns import person_column
     from dprlhf.runs.folder import write_atomically
 
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
+    if not user_column and (name := person_column(names_in(prompts))):
+        hint = f"the column {name!r} looks like the name of a user: if so, set data.user_column"
+        typer.echo(hint, err=True)
     columns = columns_in(prompts, prompt_column, stage)
     column = str(columns["prompt_column"])
     column_in(public_prompts, column, "public prompts")  # where it is read by the same name
