@@ -25,7 +25,7 @@ _ABOUT = {
     "update": "directions from public rows that the evaluation leaves: less noise",
     "feedback update": "the last round estimates what the tuned policy is worth; directions from"
     " public\n# rows mean less noise",
-    "optimizer": "steps of at most that length, as long as target_kl allows",
+    "optimizer": "learning_rate is the length of the longest step, which target_kl shortens",
     "reward optimizer": "a new head takes small steps",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
     "rounds": "by the number of users; others: dprlhf plan --users {users} --epsilon {epsilon}",
