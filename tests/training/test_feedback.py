@@ -16,7 +16,7 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.users import Users
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.training import feedback, supervised
+from dprlhf.training import feedback
 from dprlhf.training.feedback import Reactions, log_probability, reaction
 from dprlhf.updates.public_gradients import weighted_gradients
 from helpers import runs
@@ -240,11 +240,12 @@ def test_directions_avoid_what_a_log_says_without_its_labels(loss, model, tmp_pa
     """Otherwise labels that are mostly false push the policy away from the log as a whole."""
     seen = []
 
-    def kept(*args: Any) -> torch.Tensor:
-        seen.append(weighted_gradients(*args))
-        return seen[-1]
+    def kept(policy: Any, rows: Any, weights: Any, size: int) -> torch.Tensor:
+        vectors = weighted_gradients(policy, rows, weights, size)
+        seen.append(torch.tensor(weights).sign()[:, None] * vectors.double())
+        return vectors
 
-    monkeypatch.setattr(supervised, "weighted_gradients", kept)
+    monkeypatch.setattr(feedback, "weighted_gradients", kept)
     public = [
         row | {"completion": " " + "abxyz"[i % 5] * (1 + i % 3), "label": i % 4 == 0}
         for i, row in enumerate(logs(100, 24))
@@ -255,9 +256,7 @@ def test_directions_avoid_what_a_log_says_without_its_labels(loss, model, tmp_pa
         evaluation={"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
     )  # fmt: skip
     dprlhf.train_stage(spec, data=logs(0, 40), evaluation_data=public, quiet=True)
-    signs = torch.tensor([1.0 if row["label"] else -1.0 for row in public[4:]]).double()
-    scores = signs[:, None] * seen[0].double()
-    mean = (scores / scores.norm(dim=1, keepdim=True)).mean(0)
+    mean = (seen[0] / seen[0].norm(dim=1, keepdim=True)).mean(0)
     directions = load_file(tmp_path / "run/checkpoint/subspace.safetensors")["directions"]
     assert mean.norm() > 0.1
     assert (directions.double() @ mean).norm() < 1e-5

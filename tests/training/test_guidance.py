@@ -23,7 +23,7 @@ from dprlhf.errors import InterruptedRunError
 from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.recipe import STAGES, make_recipe
-from dprlhf.training import guidance, supervised
+from dprlhf.training import feedback, guidance
 from dprlhf.training.timing import rows_a_round
 from dprlhf.updates.public_gradients import likelihood_gradients
 from helpers.recipes import recipe_settings
@@ -389,13 +389,13 @@ def test_directions_need_no_public_feedback(model, tmp_path, monkeypatch, capfd)
 
     What is printed meanwhile is in no log, where it would show when a round ended.
     """
-    found, of_rows = [], supervised.weighted_gradients
+    found, of_rows = [], feedback.weighted_gradients
 
     def printing(*given: Any) -> torch.Tensor:
         print("about a public row", flush=True)
         return of_rows(*given)
 
-    monkeypatch.setattr(supervised, "weighted_gradients", printing)
+    monkeypatch.setattr(feedback, "weighted_gradients", printing)
     for liked in (None, True, False):
         folder = tmp_path / str(liked)
         spec, rows, public = stage_settings("feedback", model, folder)
@@ -438,8 +438,12 @@ def test_an_unreadable_public_row_of_the_directions_is_refused_before_a_charge(m
     assert [e for e in ledger if e.kind == "charge"] == []
 
 
-def test_the_estimate_counts_public_rows_of_directions_and_step_length(model, tmp_path):
-    spec, rows, _ = stage_settings("sft", model, tmp_path)
+@pytest.mark.parametrize(("stage", "part"), [("sft", 1), ("feedback", 3 / 5)])
+def test_the_estimate_counts_public_rows_of_directions_and_step_length(
+    stage, part, model, tmp_path
+):
+    """Of a log, they are differentiated without the two forward passes of a row's weight."""
+    spec, rows, _ = stage_settings(stage, model, tmp_path)
     users = Users(rows_of(spec.data, rows), spec.data)
     terms = SimpleNamespace(expected_batch_size=10.0)
     counted = []
@@ -449,5 +453,5 @@ def test_the_estimate_counts_public_rows_of_directions_and_step_length(model, tm
         counted.append(rows_a_round(made, terms, Guides(users, first=4)))
     private = 10 * spec.data.prompts_in_round
     public = [12, 6, 12 + min(32, users.count - 4)]
-    assert counted == [private + rows for rows in public]
+    assert counted == [private + part * rows for rows in public]
     assert rows_a_round(made, terms, None) == private

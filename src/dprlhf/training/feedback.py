@@ -47,6 +47,7 @@ from dprlhf.training.rounds import released_values
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
 from dprlhf.training.supervised import Losses, StageResult, Supervised
 from dprlhf.training.tasks import Lengths, NextTokens, are_cut
+from dprlhf.updates.public_gradients import weighted_gradients
 
 MOST = 4.0
 """Bound c on a row's importance ratio. A larger one truncates less and needs more noise."""
@@ -349,14 +350,18 @@ class FromFeedback(Supervised):
             self.task.compare_with(prepared.policy, self.public)
 
     def _gradients(self, run: Run, public: Prompts) -> Gradients:
-        """Return what PUBLIC rows would contribute, and their unit scores, which directions avoid.
+        """Return |A| ∇ log π of PUBLIC rows, and their unit scores, which directions avoid.
 
+        A direction has no sign, and takes no ratio of policies, which would be two more passes.
         Clipped scores ∇ log π of a log have a mean. Along it the policy would move without any
         preference, away from the log where most labels are false.
         """
-        vectors, _ = super()._gradients(run, public)
-        signs = torch.tensor(self.task.logged(public)["counts"]).sign()
-        return vectors, torch.nn.functional.normalize(signs[:, None].to(vectors) * vectors)
+        encoded, update = self.task.encode(run.policy, public), self.recipe.update
+        sizes = np.abs(encoded.extra["counts"])
+        if update.loss_type != "policy_gradient":
+            sizes = np.sign(sizes)  # kto's weights, at its reference point
+        vectors = weighted_gradients(run.policy, encoded, sizes, update.batch_size)
+        return vectors, torch.nn.functional.normalize(vectors)
 
     # --- the value of the tuned policy ------------------------------------------------------
 

@@ -104,9 +104,11 @@ def rows_a_round(recipe: StageRecipe, plan: Plan, guides: Guides | None) -> floa
     rows = plan.expected_batch_size * recipe.data.prompts_in_round
     subspace = recipe.update.subspace
     if subspace is not None and guides is not None:
-        rows += min(subspace.prompts, guides.count) / subspace.refresh
+        public = min(subspace.prompts, guides.count) / subspace.refresh
         if subspace.target_kl is not None:  # three forward passes, each about a third of a gradient
-            rows += min(MEASURED, guides.count)
+            public += min(MEASURED, guides.count)
+        # Of a log, public rows lack the two forward passes of the weights.
+        rows += public * (3 / 5 if recipe.stage == "feedback" else 1)
     return rows
 
 
