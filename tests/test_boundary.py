@@ -151,6 +151,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "papers/control/bandits": "moves the bandit's policy",
     },
     "post_process": {"updates/regression": "runs an oracle that learns of users what was released"},
+    "restored": {"training/linear_reward": "takes the release that its checkpoint kept"},
     "BoundedSum": {"gradients/clipping": "the only place that bounds a user's influence"},
     "Released": {"privacy/gate": "the only exit"},
     "rounded_gaussian": {
@@ -175,6 +176,7 @@ WHY = {
     "open_released": "takes a released value out of its type; what moves a model or is written down"
     " must be checked to be one",
     "post_process": "claims that a computation learned of users what was released, and no more",
+    "restored": "claims that a value was released before it was saved",
     "_value": "opens a Released behind the back of open_released",
 }
 
@@ -182,7 +184,7 @@ DEFINED_IN = {
     "open_private": "boundary", "BoundedSum": "boundary", "Released": "boundary",
     "rounded_gaussian": "privacy/rounded_gaussian",
     "charge": "privacy/ledger", "_Private__value": "", "open_released": "boundary",
-    "post_process": "boundary", "_value": "boundary",
+    "post_process": "boundary", "restored": "boundary", "_value": "boundary",
 }  # fmt: skip
 
 TYPES = {"BoundedSum", "Released"}
@@ -289,6 +291,7 @@ def test_only_the_pinned_modules(name: str) -> None:
         ("charge", "spend = ledger.charge"),
         ("open_released", "from dprlhf.boundary import open_released as look"),
         ("post_process", "from dprlhf import boundary\nboundary.post_process(f)"),
+        ("restored", "from dprlhf.boundary import restored\nrestored(x, 1)"),
         ("_value", "released._value"),
         ("_value", "getattr(released, '_value')"),
         ("_Private__value", "x._Private__value"),

@@ -7,8 +7,9 @@ completions that the untuned model wrote, and likes one if it has more of someth
 of public completions; every fifth user likes the others. The result is the share of fresh
 completions of held-out public prompts that the majority likes.
 
-``feedback`` fits that log, ``sft`` the liked completions alone, and ``public only`` is a run
-without noise on the labelled public rows, from which the directions of the other two come.
+``feedback`` fits that log, ``policy gradient`` with the loss of that name and ``sft`` the liked
+completions alone. ``public only`` is a run without noise on the labelled public rows, from which
+the directions of these two come.
 ``reward model`` fits a private reward model to the log, and the policy to that reward without
 noise, by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private
 subspace of the model's hidden states, and the policy to the best and worst of public completions:
@@ -50,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs/results/feedback.json"
 COMMAND = "python -m scripts.review.feedback --kept FOLDER"
 PUBLIC, SHOWN, TOKENS, WINDOWS, NO_NOISE = 192, 2, 24, 4, 1e6
+GRADIENT = "policy gradient"
 SYNTHESIS_DIMENSIONS, SYNTHESIS_STEPS, SYNTHESIS_DRAWS = 8, 20, 8
 
 
@@ -137,13 +139,22 @@ class Simulation:
         self, stage: str, rows: list[dict[str, Any]], epsilon: float, seed: int, out: Path,
         before: Path | None = None,
     ) -> Any:  # fmt: skip
-        """Return the model after a run with the recipe of ``dprlhf init``."""
+        """Return the model after a run with the recipe of ``dprlhf init``, or of its defaults."""
+        users, model = len({row["user"] for row in rows}), str(before / "model") if before else None
         text = new_recipe(
-            model=str(before / "model") if before else self.model, prompts="in-memory",
-            user_column="user", stage=stage, public_prompts="in-memory", epsilon=epsilon,
-            users=len({row["user"] for row in rows}), public=PUBLIC,
+            model=model or self.model, prompts="in-memory", user_column="user",
+            stage="feedback" if stage == GRADIENT else stage, public_prompts="in-memory",
+            epsilon=epsilon, users=users, public=PUBLIC,
         )  # fmt: skip
-        recipe = recipe_from(yaml.safe_load(text), (), source="init")
+        settings = yaml.safe_load(text)
+        if stage == GRADIENT:
+            update = {"loss_type": "policy_gradient", "value_rounds": 1}
+            for name in ("optimizer", "rounds"):
+                del settings[name]
+            settings = with_defaults(
+                settings | {"update": update}, users=users, public=PUBLIC, model=self.model
+            )
+        recipe = recipe_from(settings, (), source="init")
         values = recipe.model_dump() | {"seed": seed}
         # Completions have no end where they were cut. A user's places are computed, empty or not.
         values["data"] = recipe.data.model_dump(exclude_unset=True) | {
@@ -264,13 +275,13 @@ class Simulation:
             return {"share": self.share(self.by_reward_model(rows, epsilon, seed))}
         elif method in ("public only", "synthesis"):
             public = self.synthesised(rows, epsilon, seed) if rows else self.public_rows
-            stage, epsilon = "feedback", NO_NOISE
+            stage, epsilon = GRADIENT, NO_NOISE
             rows = [{**row, "user": row["prompt"]} for row in public]
         with tempfile.TemporaryDirectory() as place:
             out = Path(place) / "1"
             if method != "windows":
                 one = {"share": self.share(self.fitted(stage, rows, epsilon, seed, out))}
-                if method == "feedback":
+                if method == GRADIENT:
                     value = json.loads((out / "evaluation.json").read_text())["value"]
                     one["known"] = value["tuned"]["weight"]
                 return one

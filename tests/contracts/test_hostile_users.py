@@ -135,6 +135,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "dpo": {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
     "feedback": {"prompt": TEXT, "completion": TEXT, "label": (hostile.value, "true")},
 }
+STAGES["linear reward"] = STAGES["feedback"]
 
 
 def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
@@ -155,6 +156,12 @@ def a_run(stage: str, model: str, data: Path, folder: Path) -> None:
         )  # fmt: skip
         return
     common["update"] |= {"value_rounds": 1} if stage == "feedback" else {}
+    if stage == "linear reward":
+        stage, public = "feedback", data.with_name("public.jsonl")
+        row = {"prompt": "is it ", "completion": " aa", "label": True}
+        public.write_text("\n".join(json.dumps({**row, "prompt": f"is {n} "}) for n in range(12)))
+        common["update"] |= {"loss_type": "linear_reward", "subspace": {"rank": 4, "prompts": 8}}
+        common |= {"rounds": 1, "evaluation": {"data": {"path": str(public)}, "prompts": 2}}
     dprlhf.train_stage(stage_of(recipe.STAGES[stage], model, **common), quiet=True)
 
 
@@ -182,7 +189,8 @@ def test_a_run_with_hostile_users(stage, tmp_path, monkeypatch, capfd):
         data = tmp_path / f"{blank}.jsonl"
         data.write_text("\n".join(rows_of(44, STAGES[stage], blank=blank)))
         a_run(stage, model, data, tmp_path / f"run-{blank}")
-        assert charged(tmp_path / f"run-{blank}") == [1, 2, 3]
+        rounds = [1] if stage == "linear reward" else [1, 2, 3]
+        assert charged(tmp_path / f"run-{blank}") == rounds
         card = json.loads((tmp_path / f"run-{blank}/privacy.json").read_text())
         lines = (tmp_path / f"run-{blank}/secret/telemetry-0.jsonl").read_text().splitlines()
         told = [json.loads(line) for line in lines]

@@ -97,16 +97,22 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     free = with_defaults(values, users=9, public=400, model="nowhere")
     assert free["update"]["subspace"] == {"rank": 16, "target_kl": 20.0, "prompts": 64}
     logged = with_defaults({**values, "stage": "feedback"}, users=9, public=400, model="nowhere")
-    assert logged["update"]["subspace"] == {"rank": 16, "target_kl": 20.0}  # no row is sampled
+    assert logged["update"]["loss_type"] == "linear_reward"
+    assert logged["update"]["subspace"] == {"rank": 16, "target_kl": 5.0, "prompts": 64}
+    assert logged["rounds"] == 1
+    pairs = {**values, "stage": "feedback", "update": {"loss_type": "kto"}}
+    kto = with_defaults(pairs, users=9, public=400, model="nowhere")
+    assert kto["update"]["subspace"] == {"rank": 16, "target_kl": 20.0}  # no row is sampled
     assert free["optimizer"]["name"] == "normalized-sgd"
-    lengths = [made["optimizer"]["learning_rate"] for made in (free, logged)]
-    assert lengths == [8.0, 2.0]  # natural steps are longer
+    lengths = [made["optimizer"]["learning_rate"] for made in (free, logged, kto)]
+    assert lengths == [8.0, 8.0, 2.0]  # natural steps are longer
     few = [with_defaults(v, users=300, public=400, model="nowhere") for v in (values, {})]
     assert [made["rounds"] for made in few] == [8, 4]  # with directions, and without public rows
     assert with_defaults({"rounds": 0}, users=9, public=None, model="nowhere")["rounds"] == 0
 
 
-def test_a_stage_of_init_and_a_trl_trainer_have_one_recipe() -> None:
+def test_a_stage_of_init_and_a_trl_trainer_differ_in_their_loss_alone() -> None:
+    """Steps, rounds and directions follow from it."""
     text = new_recipe(
         model="gpt2", prompts="in-memory", user_column="user", public_prompts="in-memory",
         epsilon=4.0, stage="feedback", users=300, public=400,
@@ -114,10 +120,9 @@ def test_a_stage_of_init_and_a_trl_trainer_have_one_recipe() -> None:
     one: Any = recipe_from(yaml.safe_load(text), (), source="init")
     config = PrivateKTOConfig(output_dir="x", privacy_epsilon=4.0, privacy_value_rounds=1)
     two = feedback_recipe_of(config, model="gpt2", adapter=None, users=300, public=400)
-    for section in ("optimizer", "rounds", "evaluation"):
-        assert getattr(one, section) == getattr(two, section)
-    assert one.update.subspace == two.update.subspace
-    assert one.update.subspace.rank == 16
+    assert (one.update.loss_type, two.update.loss_type) == ("linear_reward", "kto")
+    assert one.evaluation == two.evaluation
+    assert one.update.subspace.rank == two.update.subspace.rank == 16
     assert one.policy.adapter == two.policy.adapter
     assert one.policy.adapter.init == "public-activations"
 

@@ -23,8 +23,9 @@ _ABOUT = {
     "rewards": "their weighted sum is clipped to the range -reward_range to reward_range (3)",
     "rollout": "responses: 4 of at most max_new_tokens: 32 for each prompt; more cost time alone",
     "update": "directions from public rows that the evaluation leaves: less noise",
-    "feedback update": "the last round estimates what the tuned policy is worth; directions from"
-    " public\n# rows mean less noise",
+    "feedback update": "linear_reward: a reward from one release, and steps on fresh responses to"
+    " public\n# prompts; policy_gradient or kto: steps on the log itself. With value_rounds: 1"
+    " the last round\n# estimates what the tuned policy is worth",
     "optimizer": "learning_rate is the length of the longest step, which target_kl shortens",
     "reward optimizer": "a new head takes small steps",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
@@ -56,9 +57,9 @@ def new_recipe(
     values["privacy"] = {"epsilon": epsilon, "delta": 1e-5}
     if public_prompts:
         values["evaluation"] = {"data": {"path": public_prompts}}
-    if stage == "feedback":
-        values["update"] = {"value_rounds": 1}
     values = with_defaults(values, users=users, public=public, model=model)
+    if stage == "feedback" and "loss_type" not in values["update"]:
+        values["update"] = {"value_rounds": 1}
     text = _HEAD.format(command="train" if stage == "rl" else stage)
     for name, section in values.items():
         if section:

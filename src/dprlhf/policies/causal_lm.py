@@ -264,19 +264,24 @@ class CausalLMPolicy:
         if tokens > self.room:
             raise DprlhfError(f"{what} more than the {self.room} positions of {name}")
 
-    def checkpoint_layers(self) -> None:
-        """Keep only the decoder layers' inputs for the backward pass; compute the rest again."""
+    @property
+    def layers(self) -> list[Any]:
+        """The decoder layers, from below; none where transformers does not know them."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        network = self.network
-        layers = [m for m in network.modules() if isinstance(m, GradientCheckpointingLayer)]
+        layers = [m for m in self.network.modules() if isinstance(m, GradientCheckpointingLayer)]
+        inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
+        return [layer for layer in layers if id(layer) not in inner]
+
+    def checkpoint_layers(self) -> None:
+        """Keep only the decoder layers' inputs for the backward pass; compute the rest again."""
+        network, layers = self.network, self.layers
         if not layers or not getattr(network, "supports_gradient_checkpointing", False):
             raise DprlhfError(
                 f"policy.gradient_checkpointing: {type(network).__name__} has no layers for it;"
                 " lower update.batch_size to save memory"
             )
-        inner = {id(m) for layer in layers for m in layer.modules() if m is not layer}
-        self.checkpointed = [layer for layer in layers if id(layer) not in inner]
+        self.checkpointed = layers
 
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:

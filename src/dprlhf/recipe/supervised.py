@@ -293,6 +293,8 @@ class FeedbackUpdate(_NamedAsInTRL):
         loss_type: ``policy_gradient``: the truncated off-policy gradient. ``kto`` (arXiv
             2402.01306) and ``apo_zero_unpaired`` as in TRL, with A > 0 as desirable and A < 0 as
             undesirable; the reference point of ``kto`` comes from the public rows alone.
+            ``linear_reward`` fits a reward to the log, and the policy to it by fresh responses to
+            public prompts (:mod:`dprlhf.training.linear_reward`).
         baseline: Feedback that says nothing, a public number; with labels 0 and 1 take 0.5.
         reward_range: Bound R on A, which is clipped to [−R, R].
 
@@ -303,7 +305,9 @@ class FeedbackUpdate(_NamedAsInTRL):
             ε, but their users teach nothing.
     """
 
-    loss_type: Literal["policy_gradient", "kto", "apo_zero_unpaired"] = "policy_gradient"
+    loss_type: Literal["policy_gradient", "kto", "apo_zero_unpaired", "linear_reward"] = (
+        "policy_gradient"
+    )
     baseline: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     reward_range: PositiveFloat = 1.0
 
@@ -336,12 +340,34 @@ class FeedbackRecipe(StageRecipe):
     def released(self, releases: int, noise_multiplier: float) -> list[str]:
         """List what the run publishes of its users, for the privacy card."""
         released = super().released(releases, noise_multiplier)
+        if self.update.loss_type == "linear_reward":
+            released = [
+                "the noised mean of the users' feedback times the main coordinates of what they"
+                " were shown, and what follows from it: a reward, and the model"
+            ]
         if self.update.value_rounds:
             released += [
                 f"in place of the last {self.update.value_rounds} gradients: noised means of their"
                 " users' feedback, plain and weighed by how likely the policy is to answer so"
             ]
         return released
+
+    @model_validator(mode="after")
+    def _reward_by_one_release(self) -> FeedbackRecipe:
+        update = self.update
+        if update.loss_type != "linear_reward":
+            return self
+        if self.rounds != 1 or update.value_rounds:
+            raise ValueError(
+                "update.loss_type: linear_reward is fitted to one release: set rounds to 1, and"
+                " update.value_rounds to 0"
+            )
+        if update.subspace is None:
+            raise ValueError(
+                "update.loss_type: linear_reward needs public prompts: give update.subspace, and"
+                " evaluation.data"
+            )
+        return self
 
     @model_validator(mode="after")
     def _value_of_users_apart(self) -> FeedbackRecipe:

@@ -33,10 +33,9 @@ def token_logprobs(
     # π_θ is the distribution that responses are sampled from, top-k and so on included.
     values = np.zeros((len(responses.user), responses.max_new_tokens))
     shared_rows = responses.shared_rows(policy)
-    size = max(1, batch_size // shared_rows) * shared_rows
-    if policy.mixes_rows:
-        size = prompts_at_once(policy, batch_size, max(1, responses.grid.shape[2]))[1]
-    for rows in in_batches(responses.grid.ravel(), size):
+    for rows in in_batches(
+        responses.grid.ravel(), rows_at_once(policy, responses, batch_size, shared_rows)
+    ):
         tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
         logprobs = policy.response_logprobs(
             tokens,
@@ -49,6 +48,15 @@ def token_logprobs(
         real = torch.where(own.bool(), logprobs, 0.0).double().cpu().numpy()
         values[rows[rows >= 0]] = real[rows >= 0]
     return values
+
+
+def rows_at_once(
+    policy: CausalLMPolicy, responses: Responses, batch_size: int, shared_rows: int = 1
+) -> int:
+    """Return how many rows a pass has, so that no user's rows depend on another's."""
+    if policy.mixes_rows:
+        return prompts_at_once(policy, batch_size, max(1, responses.grid.shape[2]))[1]
+    return max(1, batch_size // shared_rows) * shared_rows
 
 
 def log_ratio_to_base(

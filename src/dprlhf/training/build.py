@@ -140,7 +140,7 @@ STAGES = {
     "sft": "supervised.fine_tuning",
     "reward": "supervised.reward_modelling",
     "dpo": "dpo.preference_optimization",
-    "feedback": "feedback.learning_from_feedback",
+    "feedback": "linear_reward.learning_from_feedback",
 }
 """The stages by the ``stage`` of their recipe, which :func:`load_parts` loads by name."""
 

@@ -37,11 +37,17 @@ WIDE = 64
 
 TARGET_KL = 20.0
 
+LOSS = "linear_reward"
+"""The loss of logged feedback, where directions can be fitted to public rows."""
+
+REWARD_KL = 5.0
+"""The target divergence of that loss: further away its reward is no longer what users like."""
+
 STEPS: dict[str, Any] = {"name": "normalized-sgd", "learning_rate": 2.0, "momentum": 0.6}
 """The step rule with a subspace; few steps are as long as that under the target divergence."""
 
 NATURAL = 8.0
-"""The longest step of private RL, whose natural directions take longer ones for a divergence."""
+"""The longest step on fresh responses: natural directions take longer ones for a divergence."""
 
 
 def with_defaults(
@@ -67,10 +73,14 @@ def with_defaults(
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
             made["optimizer"] = dict(STEPS)
-            if stage == "rl":
+            if stage == "feedback" and update.setdefault("loss_type", LOSS) == LOSS:
+                update["subspace"]["target_kl"] = REWARD_KL
+            if stage == "rl" or update.get("loss_type") == LOSS:
                 update["subspace"]["prompts"] = GUIDES  # each is sampled and scored
                 made["optimizer"]["learning_rate"] = NATURAL
             fewest = FEWEST_WITH_DIRECTIONS
+    if "rounds" not in made and update.get("loss_type") == LOSS:
+        made["rounds"] = 1
     if "rounds" not in made:
         passes = made.get("privacy", {}).get("participations", 1)
         made["rounds"] = rounds_for(users, passes, fewest)

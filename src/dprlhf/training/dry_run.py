@@ -20,7 +20,6 @@ from dprlhf.training.run import PreparedRun, Stage
 from dprlhf.training.supervised import Supervised
 from dprlhf.training.timing import (
     in_words,
-    rows_a_round,
     seconds_a_response,
     seconds_a_round,
     seconds_a_row,
@@ -81,9 +80,9 @@ def dry_run_stage(
         some = public.first(size)
         seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)  # warms up
         seconds = seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)
-        drawn = plan.rounds * rows_a_round(recipe, plan, prepared.guides)
+        of_rounds = plan.rounds * (stage.seconds_a_round(prepared, seconds) or 0.0)
         # Evaluation before and after: a forward pass, about a third of a step.
-        estimated = seconds * (drawn / processes.count + 2 * len(public) / 3)
+        estimated = of_rounds / processes.count + seconds * 2 * len(public) / 3
     return {
         **_terms(recipe, prepared),
         "rows_kept": recipe.data.kept,

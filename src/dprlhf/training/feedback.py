@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +31,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from dprlhf.boundary import Private
+from dprlhf.boundary import Private, Released
 from dprlhf.data.columns import called, is_json, is_text
-from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
@@ -162,11 +163,6 @@ _COMPARED = 64
 LARGEST_RATIO = 2.0
 
 
-def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> Supervised:
-    """Return the stage of ``dprlhf feedback``."""
-    return FromFeedback(recipe, sources, Reactions)
-
-
 class Reactions:
     """The losses of logged feedback and their derivatives, as weights of log-probabilities."""
 
@@ -243,7 +239,7 @@ class Reactions:
         """Return each row's loss, and minus its scaled derivative by log π, ``[rows]`` each."""
         update, counts = self._update, np.array(encoded.extra["counts"], dtype=np.float64)
         gained = log_ratio(model, encoded, batch_size)
-        if update.loss_type == "policy_gradient":
+        if update.loss_type not in ("kto", "apo_zero_unpaired"):
             tokens = np.maximum(encoded.response_mask.sum(1).numpy(), 1)
             kept = np.exp(np.minimum(gained / tokens, math.log(LARGEST_RATIO))) * counts
             return -tokens * kept, kept
@@ -371,26 +367,33 @@ class FromFeedback(Supervised):
             return super().update(run, batch)
         batch.bar.start("value", batch.users)
         scale = run.plan.clip_norm if math.isfinite(run.plan.clip_norm) else 1.0
-        contributions = batch.users.map(lambda users: self._vectors(run, users, scale))
+        released, norms = self.release(run, batch, partial(self._vectors, run, scale), 4)
+        std = run.plan.noise_std_of(batch.t) / run.plan.expected_batch_size
+        self._logged.add(released_values(released), std, scale)
+        metrics = {
+            f"value_{n}_{k}": x for n, v in self.values(run).items() for k, x in asdict(v).items()
+        }
+        return Outcome(released, norms, metrics, Private({}))
+
+    @staticmethod
+    def release(
+        run: Run, batch: Batch, vectors: Callable[[NDArray[np.int64]], torch.Tensor], dimension: int
+    ) -> tuple[Released[torch.Tensor], Private[Array]]:
+        """Release the clipped sum of users' vectors, ``[users, dimension]``; return their norms."""
+        contributions = batch.users.map(vectors)
         clipped = clipped_vectors(
-            contributions.map(lambda vectors: [(np.arange(len(vectors)), vectors)]),
-            4,
-            extra=contributions.map(lambda vectors: np.zeros((len(vectors), 0))),
+            contributions.map(lambda of_users: [(np.arange(len(of_users)), of_users)]),
+            dimension,
+            extra=contributions.map(lambda of_users: np.zeros((len(of_users), 0))),
             extra_norm=0.0,
             clip_norm=run.plan.clip_norm,
             reduce=run.processes.sum,
             most_users=run.plan.users,
         )
         released = batch.release(clipped.bounded)
-        std = run.plan.noise_std_of(batch.t) / run.plan.expected_batch_size
-        self._logged.add(released_values(released), std, scale)
-        metrics = {
-            f"value_{n}_{k}": x for n, v in self.values(run).items() for k, x in asdict(v).items()
-        }
-        norms = clipped.norms.map(lambda lengths: lengths[lengths != 0])  # 0: no row can be read
-        return Outcome(released, norms, metrics, Private({}))
+        return released, clipped.norms.map(lambda norms: norms[norms != 0])  # 0: no row can be read
 
-    def _vectors(self, run: Run, users: NDArray[np.int64], scale: float) -> torch.Tensor:
+    def _vectors(self, run: Run, scale: float, users: NDArray[np.int64]) -> torch.Tensor:
         encoded = self.encoded(run, users)
         ratios = log_ratio(run.policy, encoded, self.recipe.update.batch_size)
         counts = np.array(encoded.extra["counts"], dtype=np.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -83,7 +84,10 @@ class Guidance:
         self._subspace = self._subspace.on(run.policy.device)
         return self._subspace
 
-    def _fit(self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]) -> Subspace:
+    def vectors(
+        self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]
+    ) -> Gradients:
+        """Return the gradients of the PUBLIC prompts of round ``batch.t``, on every process."""
         processes = run.processes
         # The draw follows from the seed and the round.
         prompts = self._guides.draw(
@@ -98,7 +102,10 @@ class Guidance:
             return processes.sum(of_prompts)
 
         vectors, avoided = gradients(prompts.take(own))
-        of_prompts = of_all(vectors)
+        return of_all(vectors), None if avoided is None else of_all(avoided)
+
+    def _fit(self, run: Run, batch: Batch, gradients: Callable[[Prompts], Gradients]) -> Subspace:
+        of_prompts, avoided = self.vectors(run, batch, gradients)
         if not bool(of_prompts.nan_to_num().any()):
             if self._subspace is not None:
                 return self._subspace  # where all scores are alike there is nothing to be learned
@@ -113,19 +120,24 @@ class Guidance:
             clip_norm=run.plan.clip_norm,
             mean_first=self._settings.mean_first,
             natural=self._natural,
-            avoid=None if avoided is None else of_all(avoided),
+            avoid=avoided,
         )
-        shared: Subspace = processes.from_main(fitted)
+        shared: Subspace = run.processes.from_main(fitted)
         return shared
 
     @contextmanager
     def trust_region(
-        self, run: Run, batch: Batch, rows_of: Callable[[Prompts], Responses]
+        self,
+        run: Run,
+        batch: Batch,
+        rows_of: Callable[[Prompts], Responses],
+        steps: int | None = None,
     ) -> Iterator[None]:
-        """Shorten what the block moves the policy by to a round's share of ``target_kl``.
+        """Shorten what the block moves the policy by to its share of ``target_kl``.
 
         Args:
             rows_of: Returns the rows of PUBLIC prompts on which the divergence is measured.
+            steps: How many such steps a run takes; None for one each round.
         """
         target = self._settings.target_kl
         if target is None:
@@ -157,7 +169,7 @@ class Guidance:
             ).tolist()
             divergence = total / count
             # T equal steps may add up to one that is T times as long.
-            most = target * min(1.0, tokens / count / _WHOLE) / run.plan.rounds**2
+            most = target * min(1.0, tokens / count / _WHOLE) / (steps or run.plan.rounds) ** 2
             too_short = share < 1.0 and 0 < divergence < most / _TOLERANCE
             if divergence <= _TOLERANCE * most and not too_short:
                 return
@@ -191,7 +203,10 @@ def policy_gradients(run: Run, batch: Batch, scorer: Scorer, prompts: Prompts) -
     subspace = settings.update.subspace
     assert subspace is not None
     prompts = with_factors(prompts, settings)
-    count, keep = parts_that_are_kept(run.policy, settings, len(prompts))
+    count, keep = 1, None
+    if not isinstance(settings.update, recipe.PPO):
+        longest = settings.data.max_prompt_tokens
+        count, keep = parts_that_are_kept(run.policy, settings.rollout, longest, len(prompts))
     gradients, likelihoods = [], []
     for places in np.array_split(np.arange(len(prompts)), count):
         rollout = settings.rollout
@@ -235,24 +250,19 @@ def policy_rows(run: Run, batch: Batch, prompts: Prompts) -> Responses:
 
 
 def parts_that_are_kept(
-    policy: CausalLMPolicy, settings: Recipe, prompts: int
+    policy: CausalLMPolicy, rollout: recipe.Rollout, max_prompt_tokens: int, prompts: int
 ) -> tuple[int, Keep | None]:
     """Return how many parts to take PUBLIC prompts in, and what sampling keeps of each.
 
     There are often more of them than a round has users, and there is memory for a part alone.
     """
-    if isinstance(settings.update, recipe.PPO):
-        return 1, None
+    keep = partial(most_kept, policy, rollout, max_prompt_tokens=max_prompt_tokens)
     for parts in (1, 2, 4, 8):  # the more parts, the smaller the batches of sampling
         if parts > max(1, prompts):
             break
-        rows = -(-prompts // parts) * settings.rollout.responses
-        longest = settings.data.max_prompt_tokens
-        keep = most_kept(policy, settings.rollout, rows=rows, max_prompt_tokens=longest)
-        if keep == "outputs":
-            return parts, keep
-    rows = prompts * settings.rollout.responses
-    return 1, most_kept(policy, settings.rollout, rows=rows, max_prompt_tokens=longest)
+        if keep(rows=-(-prompts // parts) * rollout.responses) == "outputs":
+            return parts, "outputs"
+    return 1, keep(rows=prompts * rollout.responses)
 
 
 def with_factors(prompts: Prompts, settings: Recipe) -> Prompts:

@@ -114,14 +114,20 @@ class Progress:
         return not self.bars or not sys.stderr.isatty()
 
     @contextlib.contextmanager
-    def round(self, t: int) -> Iterator[RoundBar]:
-        """Show the bar of round t."""
+    def phases(self, label: str) -> Iterator[RoundBar]:
+        """Show a bar over the phases of a round, or of another part of the run."""
         with tqdm(
             total=100, bar_format=_SHARE_ONLY, leave=False, position=1, disable=self._hidden
         ) as bar:
-            shown = RoundBar(bar, f"round {t}", self._rows_a_user)
+            shown = RoundBar(bar, label, self._rows_a_user)
             yield shown
             shown.stop()
+
+    @contextlib.contextmanager
+    def round(self, t: int) -> Iterator[RoundBar]:
+        """Show the bar of round t."""
+        with self.phases(f"round {t}") as shown:
+            yield shown
         if self._rounds is not None and not self._hidden:
             self._rounds.update(1)
             if self._seconds_a_round is not None:

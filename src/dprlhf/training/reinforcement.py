@@ -410,6 +410,9 @@ class Reinforcement:
 
     # --- evaluation, and what the run leaves ------------------------------------------------
 
+    def finish(self, run: Run) -> None:
+        """Do nothing: the policy moves in the rounds."""
+
     def evaluate(self, run: Run, description: str, *, during: bool = False) -> Evaluated | None:
         """Sample and score one continuation of each public prompt; None without such prompts.
 

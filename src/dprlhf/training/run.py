@@ -188,6 +188,9 @@ class Stage(Protocol):
     def check_round(self, run: Run, t: int) -> None:
         """Stop the run if the RELEASED values show that it cannot succeed."""
 
+    def finish(self, run: Run) -> None:
+        """Move the policy further, by what was released, once all rounds are saved."""
+
     def write(self, run: Run, before: Any, after: Any) -> None:
         """Write the stage's files beside the policy; called on the main process only."""
 

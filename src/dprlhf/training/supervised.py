@@ -205,6 +205,8 @@ def reward_modelling(recipe: RewardRecipe, sources: InMemoryInputs) -> Supervise
 class Supervised:
     """A supervised stage; see :class:`dprlhf.training.run.Stage` for its methods."""
 
+    on_policy = False  # whether the policy wrote the public rows of directions
+
     def __init__(
         self,
         recipe: StageRecipe,
@@ -328,7 +330,7 @@ class Supervised:
             return
         assert prepared.guides is not None
         guides, key = prepared.guides, "update.subspace.data" if spec.data else "evaluation.data"
-        self.guidance = Guidance(spec, guides, self.recipe.seed, on_policy=False)
+        self.guidance = Guidance(spec, guides, self.recipe.seed, on_policy=self.on_policy)
         self.guidance.check(prepared.policy.dimension)
         self.stateful["subspace"] = self.guidance
         rows = np.arange(guides.first, guides.rows.count)
@@ -401,6 +403,9 @@ class Supervised:
     def check_round(self, run: Run, t: int) -> None:
         """Check nothing: a supervised release does not show that the run cannot succeed."""
 
+    def finish(self, run: Run) -> None:
+        """Do nothing: the policy moves in the rounds."""
+
     # --- evaluation, and what the run leaves ------------------------------------------------
 
     def evaluate(self, run: Run, description: str) -> Losses:
@@ -413,13 +418,14 @@ class Supervised:
             tick(len(self.public))
         return {name: estimate(v) for name, v in zip(self.task.metrics, losses, strict=True)}
 
-    def seconds_a_round(self, run: Run) -> float | None:
-        """Time the gradient of a micro-batch of public rows."""
+    def seconds_a_round(self, run: PreparedRun, of_row: float | None = None) -> float | None:
+        """Time the gradient of a micro-batch of public rows, unless a row's seconds are given."""
         if self.public is None:
             return None
         size = self.recipe.update.batch_size
-        some = self.public.first(size)
-        of_row = seconds_a_row(run.policy, self.task, some, size, run.plan.clip_norm)
+        if of_row is None:
+            some, clip_norm = self.public.first(size), run.plan.clip_norm
+            of_row = seconds_a_row(run.policy, self.task, some, size, clip_norm)
         return of_row * rows_a_round(self.recipe, run.plan, run.guides)
 
     def public_metrics(self, run: Run, t: int) -> dict[str, float | None]:

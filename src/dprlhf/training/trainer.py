@@ -114,6 +114,7 @@ def complete(run: Run) -> Any:
     run.progress.say(*plan_lines(run, seconds, card))
     try:
         run_rounds(run)
+        stage.finish(run)
     finally:
         run.progress.close()
     before = before if during else of_base()

@@ -1,0 +1,316 @@
+"""Logged feedback through a reward (``update.loss_type: linear_reward``): one release, many steps.
+
+What ∇ log π of a completion says of its reader's liking is little in a large model; its hidden
+states say more. So the policy is not fitted to the log itself:
+
+1. φ(x, y) is the mean over a completion's tokens of the base model's hidden states, two thirds of
+   its layers up, standardised, in the main directions of PUBLIC completions (samples of the base
+   model). A user contributes the mean of A φ over its rows, clipped to S, A its feedback.
+2. Of the noised mean b, w = C⁻¹ b is the linear discriminant of what was liked, C the public second
+   moment of φ and a ridge.
+3. The policy takes natural steps for the reward w φ, on fresh responses to PUBLIC prompts. All of
+   that follows from the release, so it costs nothing. It starts once the release is saved: a run
+   that is stopped meanwhile starts the steps again, and has spent nothing twice.
+
+DPPrefSyn (arXiv 2605.30808) has such a reward, too. Its subspace is fitted to the users, and its
+weights by many noised steps; from the reward come synthetic pairs, and the policy from these.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dprlhf import recipe
+from dprlhf.boundary import Private, restored
+from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.users import Prompts
+from dprlhf.errors import DprlhfError
+from dprlhf.gradients.clipping import clip_users
+from dprlhf.gradients.subspace import Subspace, fit_subspace
+from dprlhf.hardware import to_device
+from dprlhf.policies.causal_lm import CausalLMPolicy
+from dprlhf.policies.kept import Keep
+from dprlhf.policies.optimizers import ascend
+from dprlhf.recipe import FeedbackRecipe
+from dprlhf.rewards import Scores
+from dprlhf.rollout import Responses
+from dprlhf.rollout.batch import in_batches
+from dprlhf.rollout.logprobs import rows_at_once
+from dprlhf.rollout.sampling import resolve_batch_size, sample
+from dprlhf.training.feedback import FromFeedback, Reactions
+from dprlhf.training.guidance import Gradients, parts_that_are_kept
+from dprlhf.training.rounds import check_finite, released_values
+from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
+from dprlhf.updates.public_gradients import no_gate, public_gradients
+
+STEPS = 8
+"""Steps along the reward; longer ones leave what the reward was fitted to."""
+
+_RIDGE = 0.05
+"""Added to the second moment, as a part of its mean, since public completions are few."""
+
+
+@dataclass(frozen=True, repr=False)
+class Features:
+    """Coordinates φ of completions, fitted to PUBLIC ones, half of which are longer than 2 S."""
+
+    mean: torch.Tensor  # [hidden]
+    std: torch.Tensor  # [hidden]
+    subspace: Subspace  # of standardised states
+    moment: torch.Tensor  # Second moment C of public coordinates, and the ridge, [p, p]
+
+    def coordinates(self, states: torch.Tensor) -> torch.Tensor:
+        """Return φ of completions, ``[rows, p]``, from their mean states, ``[rows, hidden]``."""
+        return self.subspace.coordinates((states - self.mean) / self.std)
+
+    def weights(self, released: torch.Tensor) -> torch.Tensor:
+        """Return the reward's weights w from the released mean of A φ, ``[p]``."""
+        solved: torch.Tensor = torch.linalg.solve(self.moment, released.to(self.moment))
+        return solved
+
+
+def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> FromFeedback:
+    """Return the stage of ``dprlhf feedback`` for the recipe's loss."""
+    by_reward = recipe.update.loss_type == "linear_reward"
+    return (ByReward if by_reward else FromFeedback)(recipe, sources, Reactions)
+
+
+class LinearReward:
+    """What a checkpoint keeps: the features, and the released mean of A φ."""
+
+    features: Features | None = None
+    released: torch.Tensor  # [p]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return tensors, all of them public or released."""
+        own = self.features
+        if own is None:
+            return {}
+        scale = torch.tensor([own.subspace.scale], dtype=torch.float64)
+        return {
+            "mean": own.mean, "std": own.std, "moment": own.moment, "scale": scale,
+            "directions": own.subspace.directions, "released": self.released,
+        }  # fmt: skip
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state` returned."""
+        if not state:
+            return
+        subspace = Subspace(state["directions"], float(state["scale"]))
+        self.features = Features(state["mean"], state["std"], subspace, state["moment"])
+        self.released = state["released"]
+
+
+def fit_features(states: torch.Tensor, rank: int, clip_norm: float) -> Features:
+    """Return coordinates in which the mean states of PUBLIC completions vary most."""
+    mean, std = states.mean(0), states.std(0).clamp(min=torch.finfo(states.dtype).tiny)
+    subspace = fit_subspace((states - mean) / std, rank, clip_norm=clip_norm)
+    seen = subspace.coordinates((states - mean) / std)
+    moment = seen.T @ seen / len(seen)
+    moment.diagonal().add_(_RIDGE * moment.diagonal().mean())
+    return Features(mean, std, subspace, moment)
+
+
+@torch.no_grad()
+def mean_states(policy: CausalLMPolicy, responses: Responses, batch_size: int) -> torch.Tensor:
+    """Return the mean hidden state of each completion's tokens under the base model.
+
+    It is ``[rows, hidden]`` in float64. A token's state is the one that predicts it.
+    """
+    length = responses.max_new_tokens
+    states: list[torch.Tensor] = []
+    width = policy.network.get_input_embeddings().weight.shape[1]
+    means = torch.zeros(len(responses.user), width, dtype=torch.float64)
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    hook = _layer_above(policy).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        size = rows_at_once(policy, responses, batch_size)
+        for rows in in_batches(responses.grid.ravel(), size):
+            tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
+            inputs = policy.inputs_of(tokens, mask, length, 1)
+            del inputs["logits_to_keep"]
+            with policy.base():
+                policy.network.base_model(**inputs, use_cache=False)
+            of_rows = zip(states[0][:, -length:], responses.policy_micro_batch(rows), strict=True)
+            # One sum for each row, of its own tokens alone: no other row decides how it is rounded.
+            for row, (of_row, own) in zip(rows.tolist(), of_rows, strict=True):
+                if row >= 0:
+                    some = of_row[own.bool().to(of_row.device)].double()
+                    means[row] = some.sum(0).cpu() / max(1, len(some))
+    finally:
+        hook.remove()
+    return means
+
+
+def contributions(
+    features: Features, policy: CausalLMPolicy, encoded: Responses, batch_size: int
+) -> torch.Tensor:
+    """Return each user's mean of A φ over its rows, ``[users, p]``; 0 without a row."""
+    rows = np.maximum(np.bincount(encoded.user, minlength=encoded.users), 1)
+    shares = torch.from_numpy(np.array(encoded.extra["counts"], dtype=float) / rows[encoded.user])
+    of_rows = shares[:, None] * features.coordinates(mean_states(policy, encoded, batch_size))
+    sums = of_rows.new_zeros(encoded.users, of_rows.shape[1])
+    return sums.index_add(0, torch.from_numpy(encoded.user), of_rows)
+
+
+def _layer_above(policy: CausalLMPolicy) -> nn.Module:
+    """Return the layer whose input is the hidden state two thirds of the layers up."""
+    layers = policy.layers
+    if not layers:
+        raise DprlhfError(
+            "update.loss_type: linear_reward reads hidden states, and"
+            f" {type(policy.network).__name__} has no layers for it: take policy_gradient"
+        )
+    above: nn.Module = layers[2 * len(layers) // 3]
+    return above
+
+
+class ByReward(FromFeedback):
+    """The stage of ``dprlhf feedback`` with ``update.loss_type: linear_reward``."""
+
+    on_policy = True
+    _rollout: recipe.Rollout
+
+    def load(self, prepared: PreparedRun) -> None:
+        """Also settle how public prompts are sampled."""
+        super().load(prepared)
+        self.stateful["reward"] = self._reward = LinearReward()
+        _layer_above(prepared.policy)  # before anything is charged
+        spec, guides = self.recipe.update.subspace, prepared.guides
+        assert spec is not None
+        assert guides is not None
+        prompt, response = self.recipe.data.widths
+        rollout = recipe.Rollout(max_new_tokens=response, batch_size="auto")
+        rows = min(spec.prompts, guides.count) * rollout.responses
+        self._rollout = resolve_batch_size(
+            rollout, prepared.policy, rows=rows, max_prompt_tokens=prompt
+        )
+
+    def update(self, run: Run, batch: Batch) -> Outcome:
+        """Release the mean of A φ; the policy moves once that is saved."""
+        spec = self.recipe.update.subspace
+        assert spec is not None
+        assert run.guides is not None
+        with run.progress.unlogged():
+            public = run.guides.first_rows(run.guides.count)
+            shown = self._sampled(run.policy, public, "features")
+            states = self._states(run.policy, shown)
+        fitted = fit_features(states, spec.rank, run.plan.clip_norm)
+        self._reward.features = features = run.processes.from_main(fitted)
+        batch.bar.start("features", batch.users)
+        vectors = partial(self._of_users, run, features)
+        released, norms = self.release(run, batch, vectors, spec.rank)
+        self._reward.released = torch.tensor(released_values(released), dtype=torch.float64)
+        return Outcome(released, norms, {}, Private({}))
+
+    def finish(self, run: Run) -> None:
+        """Move the policy along the reward that follows from the release."""
+        assert self.guidance is not None
+        features = self._reward.features
+        if features is None:
+            raise DprlhfError(
+                "this run was stopped between the charge of its only release and the checkpoint:"
+                " its users are spent, and nothing was learnt; start a run anew with this one under"
+                " previous"
+            )
+        weights = restored(features.weights(self._reward.released), 1)
+        for step in range(1, STEPS + 1):
+            with run.progress.phases(f"step {step}") as bar:
+                at = Batch(step, Private(np.empty(0, dtype=np.int64)), no_gate, bar, bar.tick)
+                move = weights.map(partial(self._direction, run, at, features))
+                rows = partial(self._sampled, run.policy, use=f"length {step}", responses=1)
+                with self.guidance.trust_region(run, at, rows, steps=STEPS):
+                    ascend(run.policy.parameters.values(), run.optimizer, move)
+        check_finite(run, run.plan.rounds)
+
+    def _of_users(self, run: Run, features: Features, users: NDArray[np.int64]) -> torch.Tensor:
+        encoded, size = self.encoded(run, users), self.recipe.update.batch_size
+        return contributions(features, run.policy, encoded, size)
+
+    def _states(self, policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
+        return mean_states(policy, responses, self.recipe.update.batch_size)
+
+    def _sampled(
+        self, policy: CausalLMPolicy, prompts: Prompts, use: str, responses: int | None = None,
+        keep: Keep | None = None,
+    ) -> Responses:  # fmt: skip
+        """Return responses of the policy to PUBLIC prompts; the draws need no secrecy."""
+        spec = self._rollout
+        if responses is not None:
+            spec = spec.model_copy(update={"responses": responses})
+        return sample(
+            policy, prompts, spec, key=bytes(32), context=(use, self.recipe.seed),
+            max_prompt_tokens=self.recipe.data.widths[0], keep=keep,
+        )  # fmt: skip
+
+    def _direction(
+        self, run: Run, at: Batch, features: Features, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the natural gradient of the reward over public prompts, ``[dimension]``."""
+        spec, clip_norm = self.recipe.update.subspace, run.plan.clip_norm
+        assert spec is not None
+        assert self.guidance is not None
+        with run.progress.unlogged():
+            of_reward = partial(self._of_reward, run, at, features, weights)
+            vectors, _ = self.guidance.vectors(run, at, of_reward)
+        subspace = fit_subspace(vectors, spec.rank, clip_norm=clip_norm, natural=True)
+        clipped, _ = clip_users(subspace.coordinates(vectors), clip_norm)
+        move: torch.Tensor = run.processes.from_main(subspace.lift(clipped.mean(0)))
+        return move
+
+    def _of_reward(
+        self, run: Run, at: Batch, features: Features, weights: torch.Tensor, public: Prompts
+    ) -> Gradients:
+        """Return the policy gradient of the reward for each PUBLIC prompt."""
+        policy, longest = run.policy, self.recipe.data.widths[0]
+        parts, keep = parts_that_are_kept(policy, self._rollout, longest, len(public))
+        gradients = []
+        for places in np.array_split(np.arange(len(public)), parts):
+            some = self._sampled(policy, public.take(places), f"reward {at.t}", keep=keep)
+            values = features.coordinates(self._states(policy, some)) @ weights
+            gradients.append(
+                public_gradients(
+                    policy,
+                    some,
+                    Scores(values.numpy(), np.ones(len(values), dtype=np.bool_), {}),
+                    update=recipe.PG(batch_size=self.recipe.update.batch_size),
+                    kl=recipe.KL(),
+                    reward_range=math.inf,
+                    optimizer=run.optimizer,
+                    t=at.t,
+                    tick=at.tick,
+                )
+            )
+        return torch.cat(gradients), None
+
+    def seconds_a_round(self, run: PreparedRun, of_row: float | None = None) -> float | None:
+        """Time a micro-batch of fresh responses to public prompts."""
+        spec, guides = self.recipe.update.subspace, run.guides
+        assert spec is not None
+        assert guides is not None
+        size = self._rollout.batch_size
+        assert size != "auto"
+        public = guides.first_rows(max(1, size // self._rollout.responses))
+        clock = [time.perf_counter()]
+        some = self._sampled(run.policy, public, "timing")
+        clock.append(time.perf_counter())
+        self._states(run.policy, some)
+        clock.append(time.perf_counter())
+        sampling, states = np.diff(clock) / len(some.user)
+        # A gradient takes about three forward passes, and so does the length of a step.
+        prompts = min(spec.prompts, guides.count)
+        of_step = prompts * self._rollout.responses * (sampling + 4 * states)
+        logged = run.plan.expected_batch_size * self.recipe.data.prompts_in_round * states
+        return float(STEPS * of_step + guides.count * self._rollout.responses * sampling + logged)

@@ -1,0 +1,240 @@
+"""A reward from logged feedback: users' contributions against plain means, and whole runs."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dprlhf
+from dprlhf import DprlhfError, recipe
+from dprlhf.errors import InterruptedRunError
+from dprlhf.gradients.clipping import clip_users
+from dprlhf.privacy.ledger import read_ledger
+from dprlhf.training import linear_reward
+from dprlhf.training.feedback import Reactions
+from dprlhf.training.linear_reward import (
+    ByReward,
+    Features,
+    contributions,
+    fit_features,
+    mean_states,
+)
+from helpers import runs
+from helpers.stages import examples, logs, stage_of, stage_of_logs, wide_policy
+
+DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
+ROWS = [
+    {"user": u, "prompt": p, "completion": c, "label": f}
+    for u, p, c, f in [
+        ("a", "is it ", "good", 1.0), ("b", "so ", "far so very good", -1.0),
+        ("b", "a prompt that is longer ", "yes", 0.25), ("c", "once ", "not", -0.5),
+        ("b", "then ", "no", 1.0), ("c", "and ", "again", 3.0),
+    ]
+]  # fmt: skip
+SPEC = stage_of(recipe.FeedbackRecipe, data=DATA, update={"baseline": 0.125})
+
+
+def state_of(trained: Any, row: dict[str, Any]) -> torch.Tensor:
+    """Return a completion's mean state under the base model, from a pass over its row alone."""
+    before, own = (trained.tokenizer(row[k])["input_ids"] for k in ("prompt", "completion"))
+    seen: list[torch.Tensor] = []
+    layers = trained.network.transformer.h
+    hook = layers[2 * len(layers) // 3].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    with torch.no_grad(), trained.base():
+        trained.model(input_ids=torch.tensor([before + own]))
+    hook.remove()
+    return seen[0][0, len(before) - 1 :].mean(0)  # of each token and the end that follows
+
+
+def features_of(size: int, rank: int = 4) -> Features:
+    drawn = torch.randn(40, size, generator=torch.Generator().manual_seed(4)).double()
+    return fit_features(drawn, rank, 1.0)
+
+
+def sums_of(rows: list[dict[str, Any]], batch_size: int = 4, scale: float = 0.3) -> torch.Tensor:
+    trained = wide_policy(scale)
+    encoded = Reactions(SPEC).encode(trained, examples(rows, SPEC.data))
+    size = trained.model.get_input_embeddings().weight.shape[1]
+    return contributions(features_of(size), trained, encoded, batch_size)
+
+
+def test_a_user_contributes_the_mean_of_its_feedback_times_its_features() -> None:
+    """With an adapter off its start, which has no part in it."""
+    trained = wide_policy(0.3)
+    states = {row["completion"]: state_of(trained, row) for row in ROWS}
+    features = features_of(len(states["good"]))
+    for user, found in zip("abc", sums_of(ROWS), strict=True):
+        own = [row for row in ROWS if row["user"] == user]
+        counts = [min(max(row["label"] - 0.125, -1.0), 1.0) for row in own]
+        seen = torch.stack([(states[row["completion"]] - features.mean) for row in own])
+        of_rows = features.subspace.scale * (seen / features.std) @ features.subspace.directions.T
+        expected = (torch.tensor(counts).double()[:, None] * of_rows).mean(0)
+        assert float((found - expected).norm()) < 1e-9 * float(expected.norm())
+
+
+def test_nobody_else_and_no_micro_batch_moves_a_users_contribution() -> None:
+    """Also after the adapter has moved: the features are those of the base model."""
+    whole = sums_of(ROWS)
+    others = [r if r["user"] == "b" else {**r, "completion": "zzz", "label": -1.0} for r in ROWS]
+    assert torch.equal(sums_of(others)[1], whole[1])
+    assert not torch.equal(sums_of(others)[0], whole[0])
+    assert torch.allclose(sums_of(ROWS, batch_size=1), whole, rtol=1e-9)
+    assert torch.equal(sums_of(ROWS, scale=0.0), whole)
+
+
+@pytest.mark.parametrize("user", ["a", "b", "c"])
+def test_one_user_fewer_moves_the_sum_by_the_clip_norm_at_most(user: str) -> None:
+    totals = []
+    for rows in (ROWS, [row for row in ROWS if row["user"] != user]):
+        clipped, _ = clip_users(sums_of(rows), 1e-3, most_users=3)
+        totals.append(clipped.sum(0))
+    assert 0.9e-3 < float((totals[0] - totals[1]).norm()) <= 1e-3
+
+
+def test_what_is_liked_is_recovered_from_the_sum() -> None:
+    """The discriminant, where features vary much more along some directions than along others."""
+    rng = torch.Generator().manual_seed(5)
+    scales = torch.tensor([4.0, 2.0, 1.0, 0.5]).double()
+    mixed = torch.linalg.qr(torch.randn(12, 12, generator=rng).double()).Q
+
+    def drawn(count: int) -> torch.Tensor:
+        shared = torch.randn(count, 4, generator=rng).double() * scales
+        return torch.cat([shared, 0.01 * torch.randn(count, 8, generator=rng)], 1) @ mixed
+
+    fitted = fit_features(drawn(4000), 4, 1.0)
+    states = drawn(4000)
+    seen = fitted.coordinates(states)
+    truth = torch.tensor([0.1, -0.4, 0.5, 1.5]).double()
+    values = (states @ mixed.T)[:, :4] @ truth
+    released = (values.sign()[:, None] * seen).mean(0)
+    reward = seen @ fitted.weights(released)
+    assert float(torch.corrcoef(torch.stack([reward, values]))[0, 1]) > 0.97
+    plain = seen @ released  # without C it is far from it
+    assert float(torch.corrcoef(torch.stack([plain, values]))[0, 1]) < 0.9
+
+
+REWARD = {"loss_type": "linear_reward", "subspace": {"rank": 4, "prompts": 12, "target_kl": 5.0}}
+PUBLIC = [row | {"prompt": f"it was {'ab'[i % 2]}"} for i, row in enumerate(logs(100, 20))]
+
+
+def run_of(model: str, folder: Any, public: Any = PUBLIC, rows: Any = None, **changes: Any) -> Any:
+    given = {
+        "update": REWARD, "rounds": 1, "optimizer": {"name": "normalized-sgd", "learning_rate": 2},
+        "evaluation": {"data": {"path": "in-memory"}, "prompts": 4, "declared_public": True},
+    } | changes  # fmt: skip
+    spec = stage_of_logs(model, folder, **given)
+    rows = rows or logs(0, 40)
+    return dprlhf.train_stage(spec, data=rows, evaluation_data=public, quiet=True)
+
+
+@pytest.mark.slow
+def test_a_policy_learns_what_is_liked_from_one_release(tmp_path, monkeypatch):
+    model = str(runs.save_sharp(tmp_path / "model"))
+    free = {"privacy": {"epsilon": math.inf}}
+    run = run_of(model, tmp_path / "free", **free)
+    assert run.after["loss"].mean < run.before["loss"].mean - 0.005
+    turned = [{**row, "label": not row["label"]} for row in logs(0, 40)]
+    other = run_of(model, tmp_path / "turned", rows=turned, **free)
+    assert other.after["loss"].mean > run.before["loss"].mean + 0.005
+
+
+@pytest.mark.slow
+def test_a_run_charges_one_release_and_reads_prompts_alone_of_public_rows(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    run = run_of(model, tmp_path / "run")
+    assert len([e for e in read_ledger(tmp_path / "run/ledger.jsonl") if e.kind == "charge"]) == 1
+    one = stage_of_logs(model, tmp_path / "one", rounds=1)
+    plain = dprlhf.train_stage(one, data=logs(0, 40), quiet=True)
+    assert run.plan.guarantee == plain.plan.guarantee
+    card = json.loads((tmp_path / "run/privacy.json").read_text())
+    assert "feedback times the main coordinates" in card["released"][0]
+    other = [row | {"completion": " qqq", "label": i < 3} for i, row in enumerate(PUBLIC)]
+    run_of(model, tmp_path / "other", public=other)
+    files = [tmp_path / n / "policy/adapter_model.safetensors" for n in ("run", "other")]
+    weights = [load_file(file) for file in files]
+    assert any(bool(w.any()) for name, w in weights[0].items() if "lora_B" in name)
+    assert all(torch.equal(w, weights[1][name]) for name, w in weights[0].items())
+
+
+@pytest.mark.slow
+def test_features_are_fitted_to_public_prompts_alone(model, tmp_path, monkeypatch):
+    """Whoever the users are, and whatever they were shown."""
+    fitted: list[torch.Tensor] = []
+
+    def seen(states: torch.Tensor, *given: Any) -> Features:
+        fitted.append(states)
+        return fit_features(states, *given)
+
+    monkeypatch.setattr(linear_reward, "fit_features", seen)
+    for folder, rows in (("one", logs(0, 40)), ("two", logs(3, 30, prompt="so", completion="q"))):
+        run_of(model, tmp_path / folder, rows=rows)
+    assert len(fitted[0]) == 4 * (len(PUBLIC) - 4)  # responses to what is not evaluated
+    assert torch.equal(*fitted)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_has_spent_nothing_twice(model, tmp_path, monkeypatch):
+    """Between two steps; and between the charge and the checkpoint, where all is lost."""
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
+    whole, step = run_of(model, tmp_path / "whole"), ByReward._direction
+    given = {"data": logs(0, 40), "evaluation_data": PUBLIC, "quiet": True}
+
+    def stopping(stage: Any, run: Any, at: Any, *rest: Any) -> torch.Tensor:
+        if at.t == 3:
+            raise KeyboardInterrupt
+        return step(stage, run, at, *rest)
+
+    monkeypatch.setattr(ByReward, "_direction", stopping)
+    with pytest.raises((KeyboardInterrupt, InterruptedRunError)):
+        run_of(model, tmp_path / "again")
+    monkeypatch.setattr(ByReward, "_direction", step)
+    resumed = dprlhf.resume_stage(tmp_path / "again", **given)
+    for one, other in zip(*(r.policy.parameters.values() for r in (whole, resumed)), strict=True):
+        assert torch.equal(one, other)
+    assert len([e for e in read_ledger(tmp_path / "again/ledger.jsonl") if e.kind == "charge"]) == 1
+
+    def failing(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dprlhf.training.trainer.save", failing)
+    with pytest.raises((KeyboardInterrupt, InterruptedRunError)):
+        run_of(model, tmp_path / "lost")
+    with pytest.raises(DprlhfError, match="nothing was learnt; start a run anew"):
+        dprlhf.resume_stage(tmp_path / "lost", **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": 8}, "set rounds to 1, and update.value_rounds to 0"),
+        ({"update": {**REWARD, "value_rounds": 1}, "rounds": 2}, "update.value_rounds to 0"),
+        ({"update": {"loss_type": "linear_reward"}}, "needs public prompts"),
+    ],
+)
+def test_settings_that_it_cannot_have_are_one_line(changes, message, model, tmp_path):
+    with pytest.raises((DprlhfError, ValueError), match=message):
+        run_of(model, tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_layers_is_refused_before_a_charge(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(linear_reward.CausalLMPolicy, "layers", [])
+    with pytest.raises(DprlhfError, match="has no layers for it: take policy_gradient"):
+        run_of(model, tmp_path / "run")
+
+
+def test_states_of_an_empty_completion_are_zero() -> None:
+    trained = wide_policy(0.3)
+    encoded = Reactions(SPEC).encode(trained, examples(ROWS, SPEC.data))
+    encoded.mask[0, encoded.width :] = 0
+    found = mean_states(trained, encoded, 4)
+    assert not found[0].any()
+    assert np.isfinite(found.numpy()).all()
