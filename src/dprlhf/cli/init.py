@@ -24,11 +24,13 @@ _ABOUT = {
     "rollout": "responses: 4 of at most max_new_tokens: 32 for each prompt; more cost time alone",
     "update": "directions from public rows that the evaluation leaves: less noise",
     "feedback update": "linear_reward: a reward from one release, and steps on fresh responses to"
-    " public\n# prompts; policy_gradient or kto: steps on the log itself. With value_rounds: 1"
-    " the last round\n# estimates what the tuned policy is worth",
+    " public\n# prompts; policy_gradient or kto: steps on the log itself, of which value_rounds: 1"
+    "\n# estimates in the last round what the tuned policy is worth",
     "optimizer": "learning_rate is the length of the longest step, which target_kl shortens",
     "reward optimizer": "a new head takes small steps",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
+    "feedback rounds": "one for linear_reward; for other losses by the number of users: dprlhf"
+    " plan --users {users}",
     "rounds": "by the number of users; others: dprlhf plan --users {users} --epsilon {epsilon}",
     "evaluation": "public rows: measured before and after, at no privacy cost",
 }
