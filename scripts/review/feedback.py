@@ -5,7 +5,8 @@
 Writes rows to ``docs/results/feedback.json``. The users are simulated: each was shown two
 completions that the untuned model wrote, and likes one if it has more of something than the median
 of public completions; every fifth user likes the others. The result is the share of fresh
-completions of held-out public prompts that the majority likes.
+completions of the public prompts that the majority likes; ``feedback`` takes its steps on half of
+these prompts.
 
 ``feedback`` fits that log, ``policy gradient`` with the loss of that name and ``sft`` the liked
 completions alone. ``public only`` is a run without noise on the labelled public rows, from which
