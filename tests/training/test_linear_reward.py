@@ -16,6 +16,7 @@ from dprlhf.gradients.clipping import clip_users
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.training import linear_reward
 from dprlhf.training.feedback import Reactions
+from dprlhf.training.guidance import Guidance
 from dprlhf.training.linear_reward import (
     ByReward,
     Features,
@@ -162,6 +163,41 @@ def test_a_run_charges_one_release_and_reads_prompts_alone_of_public_rows(
     weights = [load_file(file) for file in files]
     assert any(bool(w.any()) for name, w in weights[0].items() if "lora_B" in name)
     assert all(torch.equal(w, weights[1][name]) for name, w in weights[0].items())
+
+
+@pytest.mark.slow
+def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_path, monkeypatch):
+    shares: list[int | None] = []
+    limited = Guidance.trust_region
+
+    def seen(*given: Any, steps: int | None = None) -> Any:
+        shares.append(steps)
+        return limited(*given, steps=steps)
+
+    monkeypatch.setattr(Guidance, "trust_region", seen)
+    clock = iter(range(10**9))
+    monkeypatch.setattr(linear_reward.time, "perf_counter", lambda: float(next(clock)))
+    estimates: list[float | None] = []
+    real = ByReward.seconds_a_round
+    monkeypatch.setattr(
+        ByReward, "seconds_a_round", lambda *given: estimates.append(real(*given)) or estimates[-1]
+    )
+    run_of(model, tmp_path / "run")
+    assert shares == [8] * 8
+    # A second each for sampling and states of 4 responses to 16 prompts; steps have 12 prompts.
+    a_row = 1 / 64
+    logged = 40 * SPEC.data.model_copy(update={"max_prompts_per_user": 4}).prompts_in_round
+    expected = 8 * 12 * 4 * 5 * a_row + 16 * 4 * a_row + logged * a_row
+    assert estimates == [pytest.approx(expected)]
+
+
+def test_what_no_public_completion_varies_in_is_left_out() -> None:
+    states = torch.randn(40, 6, generator=torch.Generator().manual_seed(6)).double()
+    states[:, 2] = 1.5
+    fitted = fit_features(states, 4, 1.0)
+    own = states[:3].clone()
+    own[:, 2] = -7.0
+    assert torch.allclose(fitted.coordinates(own), fitted.coordinates(states[:3]))
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def sample(
 def sample_public(
     policy: CausalLMPolicy,
     prompts: Prompts,
-    settings: recipe.Recipe,
+    settings: recipe.Recipe | recipe.FeedbackRecipe,
     rollout: recipe.Rollout,
     *use: str | int,  # the name of the use, and what tells draws of one use apart
     keep: Keep | None = None,

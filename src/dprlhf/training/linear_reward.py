@@ -45,14 +45,14 @@ from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
 from dprlhf.rollout.batch import in_batches
 from dprlhf.rollout.logprobs import rows_at_once
-from dprlhf.rollout.sampling import resolve_batch_size, sample
+from dprlhf.rollout.sampling import resolve_batch_size, sample_public
 from dprlhf.training.feedback import FromFeedback, Reactions
 from dprlhf.training.guidance import Gradients, parts_that_are_kept
 from dprlhf.training.rounds import check_finite, released_values
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
 from dprlhf.updates.public_gradients import no_gate, public_gradients
 
-STEPS = 8
+_STEPS = 8
 """Steps along the reward; longer ones leave what the reward was fitted to."""
 
 _RIDGE = 0.05
@@ -112,7 +112,8 @@ class LinearReward:
 
 def fit_features(states: torch.Tensor, rank: int, clip_norm: float) -> Features:
     """Return coordinates in which the mean states of PUBLIC completions vary most."""
-    mean, std = states.mean(0), states.std(0).clamp(min=torch.finfo(states.dtype).tiny)
+    mean, std = states.mean(0), states.std(0)
+    std = torch.where(std > 0, std, 1.0)  # what no public completion varies in
     subspace = fit_subspace((states - mean) / std, rank, clip_norm=clip_norm)
     seen = subspace.coordinates((states - mean) / std)
     moment = seen.T @ seen / len(seen)
@@ -226,12 +227,12 @@ class ByReward(FromFeedback):
                 " previous"
             )
         weights = restored(features.weights(self._reward.released), 1)
-        for step in range(1, STEPS + 1):
+        for step in range(1, _STEPS + 1):
             with run.progress.phases(f"step {step}") as bar:
                 at = Batch(step, Private(np.empty(0, dtype=np.int64)), no_gate, bar, bar.tick)
                 move = weights.map(partial(self._direction, run, at, features))
                 rows = partial(self._sampled, run.policy, use=f"length {step}", responses=1)
-                with self.guidance.trust_region(run, at, rows, steps=STEPS):
+                with self.guidance.trust_region(run, at, rows, steps=_STEPS):
                     ascend(run.policy.parameters.values(), run.optimizer, move)
         check_finite(run, run.plan.rounds)
 
@@ -246,14 +247,11 @@ class ByReward(FromFeedback):
         self, policy: CausalLMPolicy, prompts: Prompts, use: str, responses: int | None = None,
         keep: Keep | None = None,
     ) -> Responses:  # fmt: skip
-        """Return responses of the policy to PUBLIC prompts; the draws need no secrecy."""
+        """Return responses of the policy to PUBLIC prompts."""
         spec = self._rollout
         if responses is not None:
             spec = spec.model_copy(update={"responses": responses})
-        return sample(
-            policy, prompts, spec, key=bytes(32), context=(use, self.recipe.seed),
-            max_prompt_tokens=self.recipe.data.widths[0], keep=keep,
-        )  # fmt: skip
+        return sample_public(policy, prompts, self.recipe, spec, use, keep=keep)
 
     def _direction(
         self, run: Run, at: Batch, features: Features, weights: torch.Tensor
@@ -313,4 +311,4 @@ class ByReward(FromFeedback):
         prompts = min(spec.prompts, guides.count)
         of_step = prompts * self._rollout.responses * (sampling + 4 * states)
         logged = run.plan.expected_batch_size * self.recipe.data.prompts_in_round * states
-        return float(STEPS * of_step + guides.count * self._rollout.responses * sampling + logged)
+        return float(_STEPS * of_step + guides.count * self._rollout.responses * sampling + logged)
