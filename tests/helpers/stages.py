@@ -19,6 +19,16 @@ from helpers import tiny
 from helpers.rounds import flat_gradient
 from helpers.runs import ADAPTER
 
+DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
+ROWS = [
+    {"user": u, "prompt": p, "completion": c, "label": f, "logprob": q}
+    for u, p, c, f, q in [
+        ("a", "is it ", "good", 1.0, -26.0), ("b", "so ", "far so very good", -1.0, -80.0),
+        ("b", "a prompt that is longer ", "yes", 0.25, -14.0), ("c", "once ", "not", -0.5, -31.0),
+        ("b", "then ", "no", 1.0, -19.0), ("c", "and ", "again", 3.0, -29.0),
+    ]
+]  # fmt: skip
+
 
 @torch.no_grad()
 def moved(policy: Any, scale: float) -> Any:

@@ -21,6 +21,8 @@ from dprlhf.training.feedback import Reactions, log_probability, reaction
 from dprlhf.updates.public_gradients import weighted_gradients
 from helpers import runs
 from helpers.stages import (
+    DATA,
+    ROWS,
     check_user_sums,
     examples,
     gained,
@@ -32,15 +34,6 @@ from helpers.stages import (
     wide_policy,
 )
 
-DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
-ROWS = [
-    {"user": u, "prompt": p, "completion": c, "label": f, "logprob": q}
-    for u, p, c, f, q in [
-        ("a", "is it ", "good", 1.0, -26.0), ("b", "so ", "far so very good", -1.0, -80.0),
-        ("b", "a prompt that is longer ", "yes", 0.25, -14.0), ("c", "once ", "not", -0.5, -31.0),
-        ("b", "then ", "no", 1.0, -19.0), ("c", "and ", "again", 3.0, -29.0),
-    ]
-]  # fmt: skip
 PUBLIC = [
     {"prompt": p, "completion": c, "label": f}
     for p, c, f in [("say ", "eee", True), ("or ", "ll", False), ("but ", "yxe", True)]

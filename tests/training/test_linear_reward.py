@@ -25,17 +25,8 @@ from dprlhf.training.linear_reward import (
     mean_states,
 )
 from helpers import runs
-from helpers.stages import examples, logs, stage_of, stage_of_logs, wide_policy
+from helpers.stages import DATA, ROWS, examples, logs, stage_of, stage_of_logs, wide_policy
 
-DATA = {"path": "in-memory", "user_column": "user", "max_prompts_per_user": 3}
-ROWS = [
-    {"user": u, "prompt": p, "completion": c, "label": f}
-    for u, p, c, f in [
-        ("a", "is it ", "good", 1.0), ("b", "so ", "far so very good", -1.0),
-        ("b", "a prompt that is longer ", "yes", 0.25), ("c", "once ", "not", -0.5),
-        ("b", "then ", "no", 1.0), ("c", "and ", "again", 3.0),
-    ]
-]  # fmt: skip
 SPEC = stage_of(recipe.FeedbackRecipe, data=DATA, update={"baseline": 0.125})
 
 
@@ -252,6 +243,7 @@ def test_a_run_that_is_stopped_has_spent_nothing_twice(model, tmp_path, monkeypa
     [
         ({"rounds": 8}, "set rounds to 1, and update.value_rounds to 0"),
         ({"update": {**REWARD, "value_rounds": 1}, "rounds": 2}, "update.value_rounds to 0"),
+        ({"update": {**REWARD, "subspace": {"rank": 4, "refresh": 2}}}, "refresh: each step"),
         ({"update": {"loss_type": "linear_reward"}}, "needs public prompts"),
     ],
 )

@@ -367,6 +367,12 @@ class FeedbackRecipe(StageRecipe):
                 "update.loss_type: linear_reward needs public prompts: give update.subspace, and"
                 " evaluation.data"
             )
+        unread = [n for n in ("refresh", "mean_first") if changed(update.subspace, n)]
+        if unread:
+            raise ValueError(
+                f"update.subspace.{unread[0]}: each step of linear_reward has directions of its"
+                " own: leave it out"
+            )
         return self
 
     @model_validator(mode="after")
