@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,9 @@ def state_of(trained: Any, row: dict[str, Any]) -> torch.Tensor:
     return seen[0][0, len(before) - 1 :].mean(0)  # of each token and the end that follows
 
 
-def features_of(size: int, rank: int = 4) -> Features:
+def features_of(size: int) -> Features:
     drawn = torch.randn(40, size, generator=torch.Generator().manual_seed(4)).double()
-    return fit_features(drawn, rank, 1.0)
+    return fit_features(drawn, 1.0)
 
 
 def sums_of(rows: list[dict[str, Any]], batch_size: int = 4, scale: float = 0.3) -> torch.Tensor:
@@ -89,26 +90,59 @@ def test_one_user_fewer_moves_the_sum_by_the_clip_norm_at_most(user: str) -> Non
     assert 0.9e-3 < float((totals[0] - totals[1]).norm()) <= 1e-3
 
 
-def test_what_is_liked_is_recovered_from_the_sum() -> None:
-    """The discriminant, where features vary much more along some directions than along others."""
+def plan_of(users: float, noise_std: float) -> Any:
+    """Return what the estimate reads of a plan, with a noise of that size on the released mean."""
+    return SimpleNamespace(
+        clip_norm=1.0, expected_batch_size=users, noise_std_of=lambda _: users * noise_std
+    )
+
+
+_MIXED = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(7)).double()).Q
+
+
+def of_widths(count: int, rng: torch.Generator) -> torch.Tensor:
+    """Return states that vary much more along some directions than along others."""
+    widths = torch.tensor([4.0, 2.0, 1.0, 0.5, 0.2, 0.1]).double()
+    return torch.randn(count, 6, generator=rng).double() * widths @ _MIXED
+
+
+def test_what_is_liked_is_recovered_from_the_mean_and_the_noise_is_allowed_for() -> None:
+    """Without noise all of it; with noise more than by the discriminant C⁻¹ b of a known C."""
     rng = torch.Generator().manual_seed(5)
-    scales = torch.tensor([4.0, 2.0, 1.0, 0.5]).double()
-    mixed = torch.linalg.qr(torch.randn(12, 12, generator=rng).double()).Q
+    fitted, states = fit_features(of_widths(4000, rng), 1.0), of_widths(4000, rng)
+    truth = torch.tensor([0.1, -0.4, 0.5, 1.5, 0.0, 0.0]).double()
+    values, seen = states @ _MIXED.T @ truth, fitted.coordinates(states)
+    clipped, _ = clip_users(seen, 1.0)
+    mean = (values.sign()[:, None] * clipped).mean(0)
 
-    def drawn(count: int) -> torch.Tensor:
-        shared = torch.randn(count, 4, generator=rng).double() * scales
-        return torch.cat([shared, 0.01 * torch.randn(count, 8, generator=rng)], 1) @ mixed
+    def correlation(weights: torch.Tensor) -> float:
+        return float(torch.corrcoef(torch.stack([seen @ weights, values]))[0, 1])
 
-    fitted = fit_features(drawn(4000), 4, 1.0)
-    states = drawn(4000)
-    seen = fitted.coordinates(states)
-    truth = torch.tensor([0.1, -0.4, 0.5, 1.5]).double()
-    values = (states @ mixed.T)[:, :4] @ truth
-    released = (values.sign()[:, None] * seen).mean(0)
-    reward = seen @ fitted.weights(released)
-    assert float(torch.corrcoef(torch.stack([reward, values]))[0, 1]) > 0.97
-    plain = seen @ released  # without C it is far from it
-    assert float(torch.corrcoef(torch.stack([plain, values]))[0, 1]) < 0.9
+    assert correlation(fitted.weights(mean, plan_of(4000, 0.0))) > 0.97
+    moment = fitted.public.T @ fitted.public / len(fitted.public)
+    gains = []
+    for _ in range(40):
+        noised = mean + 0.1 * torch.randn(len(mean), generator=rng).double()
+        posterior = fitted.weights(noised, plan_of(300, 0.1))
+        gains.append(correlation(posterior) - correlation(torch.linalg.solve(moment, noised)))
+    assert np.mean(gains) > 3 * np.std(gains) / math.sqrt(len(gains))
+
+
+def test_weights_are_the_posterior_mean_of_a_normal_prior() -> None:
+    """Against a regression of drawn weights on the means that follow from them."""
+    rng = torch.Generator().manual_seed(6)
+    fitted = fit_features(of_widths(500, rng), 1.0)
+    seen, plan = fitted.public, plan_of(200, 0.05)
+    clipped, _ = clip_users(seen, 1.0)
+    root = torch.linalg.cholesky(torch.linalg.inv(seen.T @ seen / len(seen)) * 0.03 / 6)
+    drawn = torch.randn(100_000, 6, generator=rng).double() @ root.T
+    spread = torch.linalg.cholesky(clipped.T @ clipped / len(seen) / 200)
+    noise = [torch.randn(100_000, 6, generator=rng).double() for _ in range(2)]
+    means = drawn @ (clipped.T @ seen / len(seen)).T + noise[0] @ spread.T + 0.05 * noise[1]
+    fitted_weights = torch.linalg.lstsq(means, drawn).solution
+    for released in torch.eye(6).double():
+        found = fitted.weights(released, plan)
+        assert float((found - released @ fitted_weights).norm()) < 0.05 * float(found.norm())
 
 
 REWARD = {"loss_type": "linear_reward", "subspace": {"rank": 4, "prompts": 12, "target_kl": 5.0}}
@@ -185,7 +219,7 @@ def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_pa
 def test_what_no_public_completion_varies_in_is_left_out() -> None:
     states = torch.randn(40, 6, generator=torch.Generator().manual_seed(6)).double()
     states[:, 2] = 1.5
-    fitted = fit_features(states, 4, 1.0)
+    fitted = fit_features(states, 1.0)
     own = states[:3].clone()
     own[:, 2] = -7.0
     assert torch.allclose(fitted.coordinates(own), fitted.coordinates(states[:3]))

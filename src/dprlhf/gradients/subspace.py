@@ -95,9 +95,13 @@ def fit_subspace(
     if natural:
         directions = _of_like_moments(directions, clipped)
     seen = (clipped @ directions.T).double().norm(dim=1) * sizes
-    median = float(seen.median()) if len(seen) else 0.0
-    scaled = math.isfinite(clip_norm) and median > 0
-    return Subspace(directions, clip_norm / (CLIP_RATIO * median) if scaled else 1.0)
+    return Subspace(directions, scale_for(seen, clip_norm))
+
+
+def scale_for(norms: torch.Tensor, clip_norm: float) -> float:
+    """Return a from the norms of PUBLIC users' coordinates, ``[users]``, before it scales them."""
+    median = float(norms.median()) if len(norms) else 0.0
+    return clip_norm / (CLIP_RATIO * median) if math.isfinite(clip_norm) and median > 0 else 1.0
 
 
 def _of_like_moments(directions: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:

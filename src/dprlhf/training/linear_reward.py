@@ -6,8 +6,8 @@ states say more. So the policy is not fitted to the log itself:
 1. φ(x, y) is the mean over a completion's tokens of the base model's hidden states, two thirds of
    its layers up, standardised, in the main directions of PUBLIC completions (samples of the base
    model). A user contributes the mean of A φ over its rows, clipped to S, A its feedback.
-2. Of the noised mean b, w = C⁻¹ b is the linear discriminant of what was liked, C the public second
-   moment of φ and a ridge.
+2. From the noised mean b follow the weights w that are likely given b: a posterior mean, for which
+   the noise, the number of users and the moments of public completions are known.
 3. The policy takes natural steps for the reward w φ, on fresh responses to PUBLIC prompts. All of
    that follows from the release, so it costs nothing. It starts once the release is saved: a run
    that is stopped meanwhile starts the steps again, and has spent nothing twice.
@@ -35,11 +35,12 @@ from dprlhf.data.in_memory import InMemoryInputs
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clip_users
-from dprlhf.gradients.subspace import Subspace, fit_subspace
+from dprlhf.gradients.subspace import Subspace, fit_subspace, scale_for
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Keep
 from dprlhf.policies.optimizers import ascend
+from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import FeedbackRecipe
 from dprlhf.rewards import Scores
 from dprlhf.rollout import Responses
@@ -55,8 +56,14 @@ from dprlhf.updates.public_gradients import no_gate, public_gradients
 _STEPS = 8
 """Steps along the reward; longer ones leave what the reward was fitted to."""
 
-_RIDGE = 0.05
-"""Added to the second moment, as a part of its mean, since public completions are few."""
+_COORDINATES = 32
+"""Main directions of public completions that are released, or as many as states have."""
+
+_FLATTENED = 0.75
+"""How far coordinates are brought to one size, between 0 and 1: noise hides what varies little."""
+
+_EXPLAINED = 0.03
+"""Part of the feedback's variance that is expected of φ, before any of it is seen."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,16 +73,29 @@ class Features:
     mean: torch.Tensor  # [hidden]
     std: torch.Tensor  # [hidden]
     subspace: Subspace  # of standardised states
-    moment: torch.Tensor  # Second moment C of public coordinates, and the ridge, [p, p]
+    public: torch.Tensor  # Coordinates of the completions that they are fitted to, [rows, p]
 
     def coordinates(self, states: torch.Tensor) -> torch.Tensor:
         """Return φ of completions, ``[rows, p]``, from their mean states, ``[rows, hidden]``."""
         return self.subspace.coordinates((states - self.mean) / self.std)
 
-    def weights(self, released: torch.Tensor) -> torch.Tensor:
-        """Return the reward's weights w from the released mean of A φ, ``[p]``."""
-        solved: torch.Tensor = torch.linalg.solve(self.moment, released.to(self.moment))
-        return solved
+    def weights(self, released: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Return the reward's weights, ``[p]``, from the released mean of A φ.
+
+        With E[A|φ] = w φ, its expectation is M w, M = E[clip(φ) φᵀ]. The posterior mean of w is
+        that of a normal prior, in which every direction of φ explains as much of A.
+        """
+        seen, rows = self.public, len(self.public)
+        clipped, _ = clip_users(seen, plan.clip_norm)
+        mean = clipped.T @ seen / rows
+        prior = torch.linalg.pinv(seen.T @ seen / rows, hermitian=True) * (_EXPLAINED / len(mean))
+        noise_std = plan.noise_std_of(1) / plan.expected_batch_size
+        of_users = clipped.T @ clipped / rows / plan.expected_batch_size
+        noise = of_users + noise_std**2 * torch.eye(len(mean), dtype=seen.dtype)
+        variance = mean @ prior @ mean.T + noise
+        inverse = torch.linalg.pinv(variance, hermitian=True)
+        posterior: torch.Tensor = prior @ mean.T @ inverse @ released.to(seen)
+        return posterior
 
 
 def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> FromFeedback:
@@ -97,7 +117,7 @@ class LinearReward:
             return {}
         scale = torch.tensor([own.subspace.scale], dtype=torch.float64)
         return {
-            "mean": own.mean, "std": own.std, "moment": own.moment, "scale": scale,
+            "mean": own.mean, "std": own.std, "public": own.public, "scale": scale,
             "directions": own.subspace.directions, "released": self.released,
         }  # fmt: skip
 
@@ -106,19 +126,23 @@ class LinearReward:
         if not state:
             return
         subspace = Subspace(state["directions"], float(state["scale"]))
-        self.features = Features(state["mean"], state["std"], subspace, state["moment"])
+        self.features = Features(state["mean"], state["std"], subspace, state["public"])
         self.released = state["released"]
 
 
-def fit_features(states: torch.Tensor, rank: int, clip_norm: float) -> Features:
+def fit_features(states: torch.Tensor, clip_norm: float) -> Features:
     """Return coordinates in which the mean states of PUBLIC completions vary most."""
     mean, std = states.mean(0), states.std(0)
     std = torch.where(std > 0, std, 1.0)  # what no public completion varies in
-    subspace = fit_subspace((states - mean) / std, rank, clip_norm=clip_norm)
-    seen = subspace.coordinates((states - mean) / std)
-    moment = seen.T @ seen / len(seen)
-    moment.diagonal().add_(_RIDGE * moment.diagonal().mean())
-    return Features(mean, std, subspace, moment)
+    standard, rank = (states - mean) / std, min(_COORDINATES, states.shape[1])
+    directions = fit_subspace(standard, rank, clip_norm=clip_norm).directions
+    moments = (standard @ directions.T).square().mean(0)
+    varied = moments > 1e-12 * moments.max()
+    factors = torch.where(varied, moments ** (-_FLATTENED / 2), 0.0)
+    directions = directions * factors[:, None]
+    scale = scale_for((standard @ directions.T).norm(dim=1), clip_norm)
+    subspace = Subspace(directions, scale)
+    return Features(mean, std, subspace, subspace.coordinates(standard))
 
 
 @torch.no_grad()
@@ -201,18 +225,16 @@ class ByReward(FromFeedback):
 
     def update(self, run: Run, batch: Batch) -> Outcome:
         """Release the mean of A φ; the policy moves once that is saved."""
-        spec = self.recipe.update.subspace
-        assert spec is not None
         assert run.guides is not None
         with run.progress.unlogged():
             public = run.guides.first_rows(run.guides.count)
             shown = self._sampled(run.policy, public, "features")
             states = self._states(run.policy, shown)
-        fitted = fit_features(states, spec.rank, run.plan.clip_norm)
+        fitted = fit_features(states, run.plan.clip_norm)
         self._reward.features = features = run.processes.from_main(fitted)
         batch.bar.start("features", batch.users)
         vectors = partial(self._of_users, run, features)
-        released, norms = self.release(run, batch, vectors, spec.rank)
+        released, norms = self.release(run, batch, vectors, features.subspace.rank)
         self._reward.released = torch.tensor(released_values(released), dtype=torch.float64)
         return Outcome(released, norms, {}, Private({}))
 
@@ -226,7 +248,7 @@ class ByReward(FromFeedback):
                 " its users are spent, and nothing was learnt; start a run anew with this one under"
                 " previous"
             )
-        weights = restored(features.weights(self._reward.released), 1)
+        weights = restored(features.weights(self._reward.released, run.plan), 1)
         for step in range(1, _STEPS + 1):
             with run.progress.phases(f"step {step}") as bar:
                 at = Batch(step, Private(np.empty(0, dtype=np.int64)), no_gate, bar, bar.tick)
