@@ -216,6 +216,18 @@ def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_pa
     assert estimates == [pytest.approx(expected)]
 
 
+def test_coordinates_are_brought_near_one_size() -> None:
+    states = of_widths(500, torch.Generator().manual_seed(8))
+    states[:, 0] *= 1e-3 + states[:, 1].abs()  # standardising alone does not make them alike
+    fitted = fit_features(states, 1.0)
+    rows = fitted.subspace.directions
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    before = ((states - fitted.mean) / fitted.std @ unit.T).square().mean(0)
+    after = fitted.public.square().mean(0)
+    assert before.max() / before.min() > 10
+    assert torch.allclose(after / after[0], (before / before[0]) ** 0.25)
+
+
 def test_what_no_public_completion_varies_in_is_left_out() -> None:
     states = torch.randn(40, 6, generator=torch.Generator().manual_seed(6)).double()
     states[:, 2] = 1.5
