@@ -28,7 +28,7 @@ from dprlhf.training.linear_reward import (
 from helpers import runs
 from helpers.stages import DATA, ROWS, examples, logs, stage_of, stage_of_logs, wide_policy
 
-SPEC = stage_of(recipe.FeedbackRecipe, data=DATA, update={"baseline": 0.125})
+SPEC = stage_of(recipe.FeedbackRecipe, data=DATA, update={"baseline": 0.125, "reward_range": 0.5})
 
 
 def state_of(trained: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -54,7 +54,8 @@ def sums_of(rows: list[dict[str, Any]], batch_size: int = 4, scale: float = 0.3)
     trained = wide_policy(scale)
     encoded = Reactions(SPEC).encode(trained, examples(rows, SPEC.data))
     size = trained.model.get_input_embeddings().weight.shape[1]
-    return contributions(features_of(size), trained, encoded, batch_size)
+    update = SPEC.update.model_copy(update={"batch_size": batch_size})
+    return contributions(features_of(size), trained, encoded, update)
 
 
 def test_a_user_contributes_the_mean_of_its_feedback_times_its_features() -> None:
@@ -64,7 +65,7 @@ def test_a_user_contributes_the_mean_of_its_feedback_times_its_features() -> Non
     features = features_of(len(states["good"]))
     for user, found in zip("abc", sums_of(ROWS), strict=True):
         own = [row for row in ROWS if row["user"] == user]
-        counts = [min(max(row["label"] - 0.125, -1.0), 1.0) for row in own]
+        counts = [min(max((row["label"] - 0.125) / 0.5, -1.0), 1.0) for row in own]
         seen = torch.stack([(states[row["completion"]] - features.mean) for row in own])
         of_rows = features.subspace.scale * (seen / features.std) @ features.subspace.directions.T
         expected = (torch.tensor(counts).double()[:, None] * of_rows).mean(0)

@@ -5,7 +5,8 @@ states say more. So the policy is not fitted to the log itself:
 
 1. φ(x, y) is the mean over a completion's tokens of the base model's hidden states, two thirds of
    its layers up, standardised, in the main directions of PUBLIC completions (samples of the base
-   model). A user contributes the mean of A φ over its rows, clipped to S, A its feedback.
+   model). A user contributes the mean of A φ over its rows, clipped to S; A is its feedback over
+   ``update.reward_range``.
 2. From the noised mean b follow the weights w that are likely given b: a posterior mean, for which
    the noise, the number of users and the moments of public completions are known.
 3. The policy takes natural steps for the reward w φ, on fresh responses to PUBLIC prompts. All of
@@ -180,12 +181,14 @@ def mean_states(policy: CausalLMPolicy, responses: Responses, batch_size: int) -
 
 
 def contributions(
-    features: Features, policy: CausalLMPolicy, encoded: Responses, batch_size: int
+    features: Features, policy: CausalLMPolicy, encoded: Responses, update: recipe.FeedbackUpdate
 ) -> torch.Tensor:
     """Return each user's mean of A φ over its rows, ``[users, p]``; 0 without a row."""
     rows = np.maximum(np.bincount(encoded.user, minlength=encoded.users), 1)
-    shares = torch.from_numpy(np.array(encoded.extra["counts"], dtype=float) / rows[encoded.user])
-    of_rows = shares[:, None] * features.coordinates(mean_states(policy, encoded, batch_size))
+    counts = np.array(encoded.extra["counts"]) / update.reward_range
+    shares = torch.from_numpy(counts / rows[encoded.user])
+    states = mean_states(policy, encoded, update.batch_size)
+    of_rows = shares[:, None] * features.coordinates(states)
     sums = of_rows.new_zeros(encoded.users, of_rows.shape[1])
     return sums.index_add(0, torch.from_numpy(encoded.user), of_rows)
 
@@ -259,8 +262,7 @@ class ByReward(FromFeedback):
         check_finite(run, run.plan.rounds)
 
     def _of_users(self, run: Run, features: Features, users: NDArray[np.int64]) -> torch.Tensor:
-        encoded, size = self.encoded(run, users), self.recipe.update.batch_size
-        return contributions(features, run.policy, encoded, size)
+        return contributions(features, run.policy, self.encoded(run, users), self.recipe.update)
 
     def _states(self, policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
         return mean_states(policy, responses, self.recipe.update.batch_size)
