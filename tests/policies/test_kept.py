@@ -22,6 +22,7 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.rollout import Responses, sample
 from dprlhf.rollout.logprobs import token_logprobs
+from dprlhf.training.linear_reward import mean_states
 from dprlhf.training.made_up_rounds import Shapes, gradients_of
 from helpers import tiny
 from helpers.marks import slow
@@ -113,6 +114,25 @@ def test_less_may_be_kept(layers: list[int] | None, what: kept.Keep) -> None:
     np.testing.assert_allclose(
         token_logprobs(policy, rows, 8), token_logprobs(policy, again, 8), rtol=1e-10
     )
+
+
+@pytest.mark.parametrize("what", ["outputs", "input", None])
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("llama", None), ("llama", [1, 2]), ("gpt2", [2])]
+)
+def test_mean_states_are_those_of_the_base_model_over_each_row_alone(model_type, layers, what):
+    """Two thirds up three layers, whatever was kept of rows that the tuned policy sampled."""
+    policy = policy_of(model_type, layers)
+    rows = sampled(policy, keep=what)
+    states: list[torch.Tensor] = []
+    hook = policy.layers[2].register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    for ids, mask, own in zip(rows.tokens, rows.mask, rows.response_mask, strict=True):
+        with torch.no_grad(), policy.base():
+            policy.model(input_ids=ids[mask.bool()][None])
+        last = int(own.sum())
+        states[-1] = states[-1][0, -last - 1 : -1].mean(0)
+    hook.remove()
+    torch.testing.assert_close(mean_states(policy, rows, 8), torch.stack(states), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("layers", [None, [1, 2]])

@@ -210,10 +210,11 @@ def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_pa
     )
     run_of(model, tmp_path / "run")
     assert shares == [8] * 8
-    # A second each for sampling and states of 4 responses to 16 prompts; steps have 12 prompts.
+    # A second each for sampling, states and gradients of 4 responses to 16 prompts; steps have 12,
+    # and 16 for their length.
     a_row = 1 / 64
     logged = 40 * SPEC.data.model_copy(update={"max_prompts_per_user": 4}).prompts_in_round
-    expected = 8 * 12 * 4 * 5 * a_row + 16 * 4 * a_row + logged * a_row
+    expected = 8 * (12 * 4 + 16) * 3 * a_row + (16 * 4 + logged) * 2 * a_row
     assert estimates == [pytest.approx(expected)]
 
 

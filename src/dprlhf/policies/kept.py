@@ -315,7 +315,7 @@ class Replay:
         replaced: dict[nn.Module, Callable[..., Any]] = {}
         if parts.skipped and all(_INPUT in batch for batch in kept.batches):
             # Frozen layers below the lowest trained one: its input has been kept.
-            replaced = dict.fromkeys(parts.skipped, lambda hidden_states, *_, **__: hidden_states)
+            replaced = dict.fromkeys(parts.skipped, unchanged)
             replaced[parts.lowest] = partial(self._from_input, parts.lowest.forward)
         if kept.fits(policy):
             for name, module in parts.linear.items():
@@ -330,6 +330,11 @@ class Replay:
         self, forward: Callable[..., Any], hidden_states: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         return forward(self.of_tokens(_INPUT), *args, **kwargs)
+
+
+def unchanged(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return the input, in place of what a layer makes of it."""
+    return hidden_states
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ weights by many noised steps; from the reward come synthetic pairs, and the poli
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -33,18 +34,19 @@ from torch import nn
 from dprlhf import recipe
 from dprlhf.boundary import Private, restored
 from dprlhf.data.in_memory import InMemoryInputs
+from dprlhf.data.public import MEASURED
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clip_users
 from dprlhf.gradients.subspace import Subspace, fit_subspace, scale_for
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
-from dprlhf.policies.kept import Keep
+from dprlhf.policies.kept import Keep, forwards_replaced, parts_of, unchanged
 from dprlhf.policies.optimizers import ascend
 from dprlhf.privacy.plan import Plan
 from dprlhf.recipe import FeedbackRecipe
 from dprlhf.rewards import Scores
-from dprlhf.rollout import Responses
+from dprlhf.rollout import Responses, most_kept, public_sampling_settings
 from dprlhf.rollout.batch import in_batches
 from dprlhf.rollout.logprobs import rows_at_once
 from dprlhf.rollout.sampling import resolve_batch_size, sample_public
@@ -52,7 +54,7 @@ from dprlhf.training.feedback import FromFeedback, Reactions
 from dprlhf.training.guidance import Gradients, parts_that_are_kept
 from dprlhf.training.rounds import check_finite, released_values
 from dprlhf.training.run import Batch, Outcome, PreparedRun, Run
-from dprlhf.updates.public_gradients import no_gate, public_gradients
+from dprlhf.updates.public_gradients import no_gate, public_gradients, weighted_gradients
 
 _STEPS = 8
 """Steps along the reward; longer ones leave what the reward was fitted to."""
@@ -152,26 +154,39 @@ def mean_states(policy: CausalLMPolicy, responses: Responses, batch_size: int) -
 
     It is ``[rows, hidden]`` in float64. A token's state is the one that predicts it.
     """
-    length = responses.max_new_tokens
+    length, shared = responses.max_new_tokens, responses.shared_rows(policy)
     states: list[torch.Tensor] = []
     width = policy.network.get_input_embeddings().weight.shape[1]
     means = torch.zeros(len(responses.user), width, dtype=torch.float64)
+    above = _layers_above(policy)
 
-    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def take(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states[:] = [args[0] if args else kwargs["hidden_states"]]
 
-    hook = _layer_above(policy).register_forward_pre_hook(keep, with_kwargs=True)
+    hook = above[0].register_forward_pre_hook(take, with_kwargs=True)
+    parts = parts_of(policy)  # None for a model whose layers may not be replaced
+    unread = [] if parts is None else above
+    # Sampling kept the input of the lowest trained layer, which may be one of those above.
+    replays = parts is not None and parts.lowest not in above
     try:
-        size = rows_at_once(policy, responses, batch_size)
+        size = rows_at_once(policy, responses, batch_size, shared)
         for rows in in_batches(responses.grid.ravel(), size):
             tokens, mask = (to_device(t, policy.device) for t in responses.micro_batch(rows))
-            inputs = policy.inputs_of(tokens, mask, length, 1)
-            del inputs["logits_to_keep"]
-            with policy.base():
+            inputs = policy.inputs_of(tokens, mask, length, shared)
+            last = inputs.pop("logits_to_keep")
+            kept = responses.replay(rows, shared) if replays else None
+            with (
+                policy.base(),
+                contextlib.nullcontext() if kept is None else kept.replacing(policy),
+                forwards_replaced(dict.fromkeys(unread, unchanged)),
+            ):
                 policy.network.base_model(**inputs, use_cache=False)
-            of_rows = zip(states[0][:, -length:], responses.policy_micro_batch(rows), strict=True)
+            before = states[0][:, slice(-last, None) if isinstance(last, int) else last]
+            of_rows = before.reshape(len(rows), length, width)
             # One sum for each row, of its own tokens alone: no other row decides how it is rounded.
-            for row, (of_row, own) in zip(rows.tolist(), of_rows, strict=True):
+            for row, of_row, own in zip(
+                rows.tolist(), of_rows, responses.policy_micro_batch(rows), strict=True
+            ):
                 if row >= 0:
                     some = of_row[own.bool().to(of_row.device)].double()
                     means[row] = some.sum(0).cpu() / max(1, len(some))
@@ -193,16 +208,15 @@ def contributions(
     return sums.index_add(0, torch.from_numpy(encoded.user), of_rows)
 
 
-def _layer_above(policy: CausalLMPolicy) -> nn.Module:
-    """Return the layer whose input is the hidden state two thirds of the layers up."""
+def _layers_above(policy: CausalLMPolicy) -> list[nn.Module]:
+    """Return the layers from the one on whose input is the state two thirds of the layers up."""
     layers = policy.layers
     if not layers:
         raise DprlhfError(
             "update.loss_type: linear_reward reads hidden states, and"
             f" {type(policy.network).__name__} has no layers for it: take policy_gradient"
         )
-    above: nn.Module = layers[2 * len(layers) // 3]
-    return above
+    return layers[2 * len(layers) // 3 :]
 
 
 class ByReward(FromFeedback):
@@ -210,20 +224,21 @@ class ByReward(FromFeedback):
 
     on_policy = True
     _rollout: recipe.Rollout
+    _longest: int  # Tokens of a prompt
 
     def load(self, prepared: PreparedRun) -> None:
         """Also settle how public prompts are sampled."""
         super().load(prepared)
         self.stateful["reward"] = self._reward = LinearReward()
-        _layer_above(prepared.policy)  # before anything is charged
+        _layers_above(prepared.policy)  # before anything is charged
         spec, guides = self.recipe.update.subspace, prepared.guides
         assert spec is not None
         assert guides is not None
-        prompt, response = self.recipe.data.widths
+        self._longest, response = self.recipe.data.widths
         rollout = recipe.Rollout(max_new_tokens=response, batch_size="auto")
         rows = min(spec.prompts, guides.count) * rollout.responses
         self._rollout = resolve_batch_size(
-            rollout, prepared.policy, rows=rows, max_prompt_tokens=prompt
+            rollout, prepared.policy, rows=rows, max_prompt_tokens=self._longest
         )
 
     def update(self, run: Run, batch: Batch) -> Outcome:
@@ -272,9 +287,10 @@ class ByReward(FromFeedback):
         keep: Keep | None = None,
     ) -> Responses:  # fmt: skip
         """Return responses of the policy to PUBLIC prompts."""
-        spec = self._rollout
-        if responses is not None:
-            spec = spec.model_copy(update={"responses": responses})
+        given = self._rollout
+        spec = public_sampling_settings(given, len(prompts), responses or given.responses)
+        sizes = {"rows": len(prompts) * spec.responses, "max_prompt_tokens": self._longest}
+        keep = keep or most_kept(policy, spec, **sizes, most="input")
         return sample_public(policy, prompts, self.recipe, spec, use, keep=keep)
 
     def _direction(
@@ -296,8 +312,8 @@ class ByReward(FromFeedback):
         self, run: Run, at: Batch, features: Features, weights: torch.Tensor, public: Prompts
     ) -> Gradients:
         """Return the policy gradient of the reward for each PUBLIC prompt."""
-        policy, longest = run.policy, self.recipe.data.widths[0]
-        parts, keep = parts_that_are_kept(policy, self._rollout, longest, len(public))
+        policy = run.policy
+        parts, keep = parts_that_are_kept(policy, self._rollout, self._longest, len(public))
         gradients = []
         for places in np.array_split(np.arange(len(public)), parts):
             some = self._sampled(policy, public.take(places), f"reward {at.t}", keep=keep)
@@ -322,17 +338,24 @@ class ByReward(FromFeedback):
         spec, guides = self.recipe.update.subspace, run.guides
         assert spec is not None
         assert guides is not None
-        size = self._rollout.batch_size
+        size, each = self._rollout.batch_size, self._rollout.responses
         assert size != "auto"
-        public = guides.first_rows(max(1, size // self._rollout.responses))
+        of_step = min(spec.prompts, guides.count)
+        _, keep = parts_that_are_kept(run.policy, self._rollout, self._longest, of_step)
         clock = [time.perf_counter()]
-        some = self._sampled(run.policy, public, "timing")
+        some = self._sampled(
+            run.policy, guides.first_rows(max(1, size // each)), "timing", keep=keep
+        )
         clock.append(time.perf_counter())
         self._states(run.policy, some)
         clock.append(time.perf_counter())
-        sampling, states = np.diff(clock) / len(some.user)
-        # A gradient takes about three forward passes, and so does the length of a step.
-        prompts = min(spec.prompts, guides.count)
-        of_step = prompts * self._rollout.responses * (sampling + 4 * states)
-        logged = run.plan.expected_batch_size * self.recipe.data.prompts_in_round * states
-        return float(_STEPS * of_step + guides.count * self._rollout.responses * sampling + logged)
+        weighted_gradients(run.policy, some, np.ones(len(some.user)), self.recipe.update.batch_size)
+        clock.append(time.perf_counter())
+        sampling, states, gradient = np.diff(clock) / len(some.user)
+        # The length of a step takes three forward passes, about as long as a gradient; to read
+        # what was logged takes a pass, as sampling does.
+        rows = _STEPS * (of_step * each + min(MEASURED, guides.count))
+        once = (
+            guides.count * each + run.plan.expected_batch_size * self.recipe.data.prompts_in_round
+        )
+        return float(rows * (sampling + states + gradient) + once * (sampling + states))
