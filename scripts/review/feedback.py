@@ -8,9 +8,9 @@ of public completions; every fifth user likes the others. The result is the shar
 completions of the public prompts that the majority likes; ``feedback`` takes its steps on half of
 these prompts.
 
-``feedback`` fits that log, ``policy gradient`` with the loss of that name and ``sft`` the liked
-completions alone. ``public only`` is a run without noise on the labelled public rows, from which
-the directions of these two come.
+``feedback`` fits that log, ``policy gradient`` and ``kto`` with the losses of these names, and
+``sft`` the liked completions alone. ``public only`` is a run without noise on the labelled public
+rows, from which the directions of these three come.
 ``reward model`` fits a private reward model to the log, and the policy to that reward without
 noise, by fresh completions of public prompts. ``synthesis`` fits a linear reward in a private
 subspace of the model's hidden states, and the policy to the best and worst of public completions:
@@ -53,6 +53,9 @@ OUT = ROOT / "docs/results/feedback.json"
 COMMAND = "python -m scripts.review.feedback --kept FOLDER"
 PUBLIC, SHOWN, TOKENS, WINDOWS, NO_NOISE = 192, 2, 24, 4, 1e6
 GRADIENT = "policy gradient"
+LOSSES: dict[str, dict[str, Any]] = {
+    GRADIENT: {"loss_type": "policy_gradient", "value_rounds": 1}, "kto": {"loss_type": "kto"},
+}  # fmt: skip
 SYNTHESIS_DIMENSIONS, SYNTHESIS_STEPS, SYNTHESIS_DRAWS = 8, 20, 8
 
 
@@ -144,17 +147,17 @@ class Simulation:
         users, model = len({row["user"] for row in rows}), str(before / "model") if before else None
         text = new_recipe(
             model=model or self.model, prompts="in-memory", user_column="user",
-            stage="feedback" if stage == GRADIENT else stage, public_prompts="in-memory",
+            stage="feedback" if stage in LOSSES else stage, public_prompts="in-memory",
             epsilon=epsilon, users=users, public=PUBLIC,
         )  # fmt: skip
         settings = yaml.safe_load(text)
-        if stage == GRADIENT:
-            update = {"loss_type": "policy_gradient", "value_rounds": 1}
+        if stage in LOSSES:
             for name in ("optimizer", "rounds"):
                 del settings[name]
             settings = with_defaults(
-                settings | {"update": update}, users=users, public=PUBLIC, model=self.model
-            )
+                settings | {"update": dict(LOSSES[stage])},
+                users=users, public=PUBLIC, model=self.model,
+            )  # fmt: skip
         recipe = recipe_from(settings, (), source="init")
         values = recipe.model_dump() | {"seed": seed}
         # Completions have no end where they were cut. A user's places are computed, empty or not.

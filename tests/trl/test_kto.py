@@ -64,6 +64,17 @@ def test_a_setting_changes_the_recipe(changes: dict[str, Any], key: str, expecte
     assert found == expected
 
 
+def test_the_loss_of_init_brings_its_defaults_and_needs_public_rows() -> None:
+    config = PrivateKTOConfig(output_dir="x", privacy_epsilon=4.0, loss_type="linear_reward")
+    adapter = {"type": "lora", "target_modules": ["c_attn"]}
+    given: dict[str, Any] = {"model": "gpt2", "adapter": adapter, "users": 400}
+    recipe = feedback_recipe_of(config, public=192, **given)
+    assert (recipe.rounds, recipe.update.subspace.target_kl) == (1, 5.0)
+    assert recipe.optimizer.learning_rate == 8.0
+    with pytest.raises(DprlhfError, match="linear_reward needs public prompts"):
+        feedback_recipe_of(config, public=0, **given)
+
+
 @pytest.mark.parametrize("name", ["ref_model", "data_collator", "compute_metrics"])
 def test_an_argument_that_cannot_be_private_says_why(name: str) -> None:
     with pytest.raises(DprlhfError, match=f"^{name}: "):

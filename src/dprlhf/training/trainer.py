@@ -141,11 +141,14 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
     else:
         rows = "public rows" if run.public is not None else "stand-in rows, which may be shorter"
         time = f"about {in_words(seconds / run.processes.count * plan.rounds)}, by {rows}"
+    step = "is a round"
+    if getattr(run.recipe.update, "loss_type", None) == "linear_reward":
+        step = "is one of several after the only round"
     return [
         f"privacy   {promise}; {card['unit']}",
-        f"users     {plan.users:,}, in {plan.rounds} rounds; each takes part"
+        f"users     {plan.users:,}, in {plan.rounds} round(s); each takes part"
         f" {plan.participations} time(s)",
-        f"a step    is a round: about {plan.expected_batch_size:.3g} users with at most"
+        f"a step    {step}: about {plan.expected_batch_size:.3g} users with at most"
         f" {run.recipe.data.prompts_in_round} prompt(s) each"
         + (f", {rollout.responses} responses to a prompt" if rollout is not None else ""),
         f"rows      {run.recipe.data.kept}"

@@ -276,7 +276,8 @@ KTO: dict[str, Field] = {
     if name not in _RESPONSES and not name.startswith("vllm_")
 } | {
     "loss_type": Field("honoured", "update.loss_type: kto or apo_zero_unpaired; the reference point"
-                       " of kto is a mean over eval_dataset, or 0, and not over the batch"),
+                       " of kto is a mean over eval_dataset, or 0, and not over the batch. Or"
+                       " linear_reward, which dprlhf init writes"),
     "beta": Field("honoured", "update.beta"),
     **dict(_all("refused", "it is 1",
                 "desirable_weight undesirable_weight")),
