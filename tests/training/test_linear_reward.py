@@ -146,6 +146,25 @@ def test_weights_are_the_posterior_mean_of_a_normal_prior() -> None:
         assert float((found - released @ fitted_weights).norm()) < 0.05 * float(found.norm())
 
 
+def test_a_release_that_says_nothing_is_told_from_one_that_does() -> None:
+    """Of labels in a random order p-values below 5% are as rare, with noise and without."""
+    rng = torch.Generator().manual_seed(9)
+    fitted = fit_features(of_widths(4000, rng), 1.0)
+    for noise_std in (0.0, 0.02):
+        chances: dict[str, list[float]] = {"unrelated": [], "related": []}
+        for _ in range(200):
+            states = of_widths(300, rng)
+            clipped, _ = clip_users(fitted.coordinates(states), 1.0)
+            likes = (states @ _MIXED.T)[:, 1].sign()
+            for name, counts in (("unrelated", likes[torch.randperm(300)]), ("related", likes)):
+                noise = noise_std * torch.randn(6, generator=rng).double()
+                mean = (counts[:, None] * clipped).mean(0) + noise
+                chances[name].append(fitted.p_value(mean, plan_of(300, noise_std)))
+        assert 0.01 < np.mean(np.array(chances["unrelated"]) < 0.05) < 0.1
+        assert 0.4 < np.mean(chances["unrelated"]) < 0.6
+        assert max(chances["related"]) < 1e-4
+
+
 REWARD = {"loss_type": "linear_reward", "subspace": {"rank": 4, "prompts": 12, "target_kl": 5.0}}
 PUBLIC = [row | {"prompt": f"it was {'ab'[i % 2]}"} for i, row in enumerate(logs(100, 20))]
 
@@ -241,8 +260,11 @@ def test_what_no_public_completion_varies_in_is_left_out() -> None:
 
 @pytest.mark.slow
 def test_features_are_fitted_to_public_prompts_alone(model, tmp_path, monkeypatch):
-    """Whoever the users are, and whatever they were shown."""
+    """Whoever the users are, and whatever they were shown; where it says nothing a run warns."""
+    monkeypatch.setattr("dprlhf.runs.folder.new_key", lambda: bytes(range(32)))
     fitted: list[torch.Tensor] = []
+    warned: list[str] = []
+    monkeypatch.setattr("dprlhf.training.progress.Progress.warn", lambda _, w: warned.append(w))
 
     def seen(states: torch.Tensor, *given: Any) -> Features:
         fitted.append(states)
@@ -251,6 +273,8 @@ def test_features_are_fitted_to_public_prompts_alone(model, tmp_path, monkeypatc
     monkeypatch.setattr(linear_reward, "fit_features", seen)
     for folder, rows in (("one", logs(0, 40)), ("two", logs(3, 30, prompt="so", completion="q"))):
         run_of(model, tmp_path / folder, rows=rows)
+        assert len(warned) == ["one", "two"].index(folder)
+    assert "the policy may follow noise" in warned[0]
     assert len(fitted[0]) == 4 * (len(PUBLIC) - 4)  # responses to what is not evaluated
     assert torch.equal(*fitted)
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import chi2
 from torch import nn
 
 from dprlhf import recipe
@@ -69,6 +70,10 @@ _EXPLAINED = 0.03
 """Part of the feedback's variance that is expected of φ, before any of it is seen."""
 
 
+_DOUBTFUL = 0.05
+"""Chance of so large a release without any relation, above which a run warns."""
+
+
 @dataclass(frozen=True, repr=False)
 class Features:
     """Coordinates φ of completions, fitted to PUBLIC ones, half of which are longer than 2 S."""
@@ -92,13 +97,27 @@ class Features:
         clipped, _ = clip_users(seen, plan.clip_norm)
         mean = clipped.T @ seen / rows
         prior = torch.linalg.pinv(seen.T @ seen / rows, hermitian=True) * (_EXPLAINED / len(mean))
-        noise_std = plan.noise_std_of(1) / plan.expected_batch_size
-        of_users = clipped.T @ clipped / rows / plan.expected_batch_size
-        noise = of_users + noise_std**2 * torch.eye(len(mean), dtype=seen.dtype)
-        variance = mean @ prior @ mean.T + noise
+        variance = mean @ prior @ mean.T + self._unrelated(plan)
         inverse = torch.linalg.pinv(variance, hermitian=True)
         posterior: torch.Tensor = prior @ mean.T @ inverse @ released.to(seen)
         return posterior
+
+    def p_value(self, released: torch.Tensor, plan: Plan) -> float:
+        """Return how likely so large a mean of A φ is where A has nothing to do with φ.
+
+        A chi-squared test. It takes a user for one row with |A| = 1, and so errs to the high side.
+        """
+        variance, mean = self._unrelated(plan), released.to(self.public)
+        statistic = mean @ torch.linalg.pinv(variance, hermitian=True) @ mean
+        freedom = torch.linalg.matrix_rank(variance, hermitian=True)
+        return float(chi2.sf(float(statistic), int(freedom)))
+
+    def _unrelated(self, plan: Plan) -> torch.Tensor:
+        """Return the released mean's covariance where A has nothing to do with φ, ``[p, p]``."""
+        clipped, _ = clip_users(self.public, plan.clip_norm)
+        of_users = clipped.T @ clipped / len(clipped) / plan.expected_batch_size
+        noise_std = plan.noise_std_of(1) / plan.expected_batch_size
+        return of_users + noise_std**2 * torch.eye(len(of_users), dtype=of_users.dtype)
 
 
 def learning_from_feedback(recipe: FeedbackRecipe, sources: InMemoryInputs) -> FromFeedback:
@@ -265,6 +284,12 @@ class ByReward(FromFeedback):
                 "this run was stopped between the charge of its only release and the checkpoint:"
                 " its users are spent, and nothing was learnt; start a run anew with this one under"
                 " previous"
+            )
+        chance = features.p_value(self._reward.released, run.plan)
+        if chance > _DOUBTFUL and run.processes.main:
+            run.progress.warn(
+                f"the log may say nothing that this reward can hold (p = {chance:.2g}): the policy"
+                " may follow noise; compare its responses with those of the model before it"
             )
         weights = restored(features.weights(self._reward.released, run.plan), 1)
         for step in range(1, _STEPS + 1):
