@@ -339,15 +339,16 @@ def write_recipe(folder: Path) -> str:
 
 
 def test_the_command_prints_the_bound_next_to_the_claim(tmp_path: Path) -> None:
-    command = ["audit", write_recipe(tmp_path), "--canaries", "40", "--output-dir"]
+    command = ["audit", write_recipe(tmp_path), "--canaries", "400", "--output-dir"]
     shown = CliRunner().invoke(app, [*command, str(tmp_path / "a")])
     assert shown.exit_code == 0, shown.output
     assert "claimed: epsilon <= 4 at delta 1e-05" in shown.output
     assert "audited: epsilon >= " in shown.output
     assert shown.output.startswith("power: would see noise ")
     assert "verdict: consistent" in shown.output
+    assert "warning" not in shown.output  # absent canaries have no valid reward, on purpose
     held = CliRunner().invoke(app, [*command, str(tmp_path / "b"), "--json"])
-    assert json.loads(held.output)["canaries"] == 40
+    assert json.loads(held.output)["canaries"] == 400
 
 
 def test_a_claim_that_cannot_be_refuted_is_another_exit_status(tmp_path: Path) -> None:

@@ -419,6 +419,8 @@ def _train(
         users = [len(allocation.round(t)) for t in range(1, run.plan.rounds + 1)]
         gate = WatchedGate(cast(Gate, run.gate), run.plan, own, _telemetry(run), users)
         run.gate = cast(Gate, gate)
+        if isinstance(run.stage, Reinforcement):
+            run.stage.warned = True  # whoever is absent has no valid reward, on purpose
         begin(run)
         run_rounds(run)
         run.progress.close()

@@ -133,7 +133,7 @@ class Reinforcement:
         self.agent: AgentSampler | None = None
         self._sources = sources
         self._valid = ValidShare()
-        self._warned = False
+        self.warned = False  # of a low share of valid rewards
         self._last_reward: ReleasedReward | None = None
         self._before: Evaluated | None = None
 
@@ -404,8 +404,8 @@ class Reinforcement:
             raise DprlhfError(
                 f"{problem}; nothing is lost, but the users of the first {t} rounds are spent"
             )
-        if not self._warned and self._valid.is_below(HEALTHY) and run.processes.main:
-            self._warned = True
+        if not self.warned and self._valid.is_below(HEALTHY) and run.processes.main:
+            self.warned = True
             run.progress.warn(problem)
 
     # --- evaluation, and what the run leaves ------------------------------------------------
