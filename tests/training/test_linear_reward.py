@@ -14,6 +14,7 @@ import dprlhf
 from dprlhf import DprlhfError, recipe
 from dprlhf.errors import InterruptedRunError
 from dprlhf.gradients.clipping import clip_users
+from dprlhf.policies.loading import make_policy
 from dprlhf.privacy.ledger import read_ledger
 from dprlhf.training import linear_reward
 from dprlhf.training.feedback import Reactions
@@ -25,7 +26,7 @@ from dprlhf.training.linear_reward import (
     fit_features,
     mean_states,
 )
-from helpers import runs
+from helpers import families, runs, tiny
 from helpers.stages import DATA, ROWS, examples, logs, stage_of, stage_of_logs, wide_policy
 
 SPEC = stage_of(recipe.FeedbackRecipe, data=DATA, update={"baseline": 0.125, "reward_range": 0.5})
@@ -338,3 +339,14 @@ def test_states_of_an_empty_completion_are_zero() -> None:
     found = mean_states(trained, encoded, 4)
     assert not found[0].any()
     assert np.isfinite(found.numpy()).all()
+
+
+def test_states_may_be_wider_than_embeddings() -> None:
+    network = families.model("electra", embedding_size=16)
+    trained = make_policy(network, tiny.tokenizer(), recipe.Adapter(type="full"))
+    of_users = contributions(
+        features_of(32), trained, Reactions(SPEC).encode(trained, examples(ROWS, SPEC.data)),
+        SPEC.update,
+    )  # fmt: skip
+    assert of_users.shape == (3, 32)
+    assert of_users.any(1).all()

@@ -175,7 +175,7 @@ def mean_states(policy: CausalLMPolicy, responses: Responses, batch_size: int) -
     """
     length, shared = responses.max_new_tokens, responses.shared_rows(policy)
     states: list[torch.Tensor] = []
-    width = policy.network.get_input_embeddings().weight.shape[1]
+    width = policy.network.config.get_text_config().hidden_size
     means = torch.zeros(len(responses.user), width, dtype=torch.float64)
     above = _layers_above(policy)
 
