@@ -1,6 +1,7 @@
 """One table of defaults: ``init`` and ``train``, ``train()`` and a TRL trainer make one run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 import dprlhf
@@ -133,3 +135,23 @@ def test_a_reward_model_has_its_own_steps_and_no_directions() -> None:
     assert made["optimizer"] == {"learning_rate": 0.003}
     assert "subspace" not in made["update"]
     assert "init" not in made["policy"]["adapter"]
+
+
+def test_every_type_of_model_has_defaults() -> None:
+    """A state-space model has no heads, and a model of bytes no number of layers."""
+    values = {"evaluation": {"data": {"path": "public"}}}
+    for kind in (
+        "gpt2",
+        "llama",
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "rwkv",
+        "xlstm",
+        "gemma3",
+        "blt",
+    ):
+        of_kind = SimpleNamespace(config=AutoConfig.for_model(kind))
+        made = with_defaults(values, users=300, public=400, model=of_kind)
+        assert made["update"]["subspace"]["rank"] == 16, kind
+        assert made["policy"]["adapter"]["layers"], kind

@@ -89,10 +89,11 @@ def with_defaults(
 
 def _wide(config: Any, adapter: Mapping[str, Any]) -> bool:
     """Return whether there are enough parameters for directions; True for an unknown model."""
-    if config is None:
+    if getattr(config, "hidden_size", None) is None:
         return True
-    # A value projection's outputs: the narrowest module that is adapted by default.
-    heads = config.num_attention_heads
+    # A value projection's outputs: the narrowest module that is adapted by default. A model of
+    # another kind has no heads.
+    heads = getattr(config, "num_attention_heads", 1)
     width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
     layers = adapter.get("layers") or range(getattr(config, "num_hidden_layers", 0))
     return bool(width // heads * len(layers) >= WIDE)
@@ -160,7 +161,7 @@ def adapter_for(config: Any, *, public_rows: bool) -> dict[str, Any]:
     from peft.utils import constants
 
     made: dict[str, Any] = {"layers": [-2, -1]}
-    if config is not None:
+    if getattr(config, "num_hidden_layers", None) is not None:
         known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         names = sorted(known.get(config.model_type, ()))
         module = next((name for name in names if name.startswith("v")), None)

@@ -139,9 +139,9 @@ def explain(plan: dict[str, Any]) -> str:
             else []
         ),
         ("users", f"{plan['users']:,}, partition {plan['partition']}"),
-        ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:.1f} users expected in each"),
+        ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:,.1f} users expected in each"),
         *(
-            [("responses", f"{plan['responses_a_round']:.1f} expected in a round")]
+            [("responses", f"{plan['responses_a_round']:,.1f} expected in a round")]
             if "responses_a_round" in plan
             else []
         ),

@@ -115,10 +115,10 @@ def rows_a_round(recipe: StageRecipe, plan: Plan, guides: Guides | None) -> floa
 def in_words(seconds: float) -> str:
     """Return a duration in seconds or minutes.
 
-    >>> in_words(7.31), in_words(5400)
-    ('7.3 seconds', '90 minutes')
+    >>> in_words(7.31), in_words(99.7), in_words(5400)
+    ('7.3 seconds', '2 minutes', '90 minutes')
     """
-    return f"{seconds:.2g} seconds" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
+    return f"{seconds:.2g} seconds" if seconds < 99 else f"{seconds / 60:,.0f} minutes"
 
 
 def seconds_a_row(

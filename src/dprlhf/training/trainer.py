@@ -148,7 +148,7 @@ def plan_lines(run: Run, seconds: float | None, card: dict[str, Any]) -> list[st
         f"privacy   {promise}; {card['unit']}",
         f"users     {plan.users:,}, in {plan.rounds} round(s); each takes part"
         f" {plan.participations} time(s)",
-        f"a step    {step}: about {plan.expected_batch_size:.3g} users with at most"
+        f"a step    {step}: about {plan.expected_batch_size:,.1f} users with at most"
         f" {run.recipe.data.prompts_in_round} prompt(s) each"
         + (f", {rollout.responses} responses to a prompt" if rollout is not None else ""),
         f"rows      {run.recipe.data.kept}"
