@@ -223,6 +223,7 @@ def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_pa
     monkeypatch.setattr(Guidance, "trust_region", seen)
     clock = iter(range(10**9))
     monkeypatch.setattr(linear_reward.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(linear_reward, "_FITTED", 15)
     estimates: list[float | None] = []
     real = ByReward.seconds_a_round
     monkeypatch.setattr(
@@ -231,10 +232,10 @@ def test_each_step_has_its_share_of_the_target_and_of_the_estimate(model, tmp_pa
     run_of(model, tmp_path / "run")
     assert shares == [8] * 8
     # A second each for sampling, states and gradients of 4 responses to 16 prompts; steps have 12,
-    # and 16 for their length.
+    # and 16 for their length; the features have 15.
     a_row = 1 / 64
     logged = 40 * SPEC.data.model_copy(update={"max_prompts_per_user": 4}).prompts_in_round
-    expected = 8 * (12 * 4 + 16) * 3 * a_row + (16 * 4 + logged) * 2 * a_row
+    expected = 8 * (12 * 4 + 16) * 3 * a_row + (15 * 4 + logged) * 2 * a_row
     assert estimates == [pytest.approx(expected)]
 
 
@@ -272,11 +273,12 @@ def test_features_are_fitted_to_public_prompts_alone(model, tmp_path, monkeypatc
         return fit_features(states, *given)
 
     monkeypatch.setattr(linear_reward, "fit_features", seen)
+    monkeypatch.setattr(linear_reward, "_FITTED", 15)  # of 16: those of many would take long
     for folder, rows in (("one", logs(0, 40)), ("two", logs(3, 30, prompt="so", completion="q"))):
         run_of(model, tmp_path / folder, rows=rows)
         assert len(warned) == ["one", "two"].index(folder)
     assert "the policy may follow noise" in warned[0]
-    assert len(fitted[0]) == 4 * (len(PUBLIC) - 4)  # responses to what is not evaluated
+    assert len(fitted[0]) == 4 * 15  # responses to what is not evaluated
     assert torch.equal(*fitted)
 
 

@@ -60,6 +60,9 @@ from dprlhf.updates.public_gradients import no_gate, public_gradients, weighted_
 _STEPS = 8
 """Steps along the reward; longer ones leave what the reward was fitted to."""
 
+_FITTED = 512
+"""Public prompts, at most, whose completions tell in which directions states vary."""
+
 _COORDINATES = 32
 """Main directions of public completions that are released, or as many as states have."""
 
@@ -264,7 +267,7 @@ class ByReward(FromFeedback):
         """Release the mean of A φ; the policy moves once that is saved."""
         assert run.guides is not None
         with run.progress.unlogged():
-            public = run.guides.first_rows(run.guides.count)
+            public = run.guides.first_rows(_FITTED)
             shown = self._sampled(run.policy, public, "features")
             states = self._states(run.policy, shown)
         fitted = fit_features(states, run.plan.clip_norm)
@@ -380,7 +383,6 @@ class ByReward(FromFeedback):
         # The length of a step takes three forward passes, about as long as a gradient; to read
         # what was logged takes a pass, as sampling does.
         rows = _STEPS * (of_step * each + min(MEASURED, guides.count))
-        once = (
-            guides.count * each + run.plan.expected_batch_size * self.recipe.data.prompts_in_round
-        )
+        logged = run.plan.expected_batch_size * self.recipe.data.prompts_in_round
+        once = min(_FITTED, guides.count) * each + logged
         return float(rows * (sampling + states + gradient) + once * (sampling + states))
