@@ -142,13 +142,13 @@ def config_of(model: Any) -> Any:
 
     from dprlhf.assets import resolve
 
-    config = getattr(model, "config", None)
-    if config is None:
-        try:
-            config = AutoConfig.from_pretrained(resolve(model), local_files_only=True)
-        except Exception:  # not on disk, or of another kind: loading it says why
-            return None
-    return config.get_text_config()
+    try:
+        config = getattr(model, "config", None) or AutoConfig.from_pretrained(
+            resolve(model), local_files_only=True
+        )
+        return config.get_text_config()
+    except Exception:  # not on disk, or of another kind: loading it says why
+        return None
 
 
 def adapter_for(config: Any, *, public_rows: bool) -> dict[str, Any]:
