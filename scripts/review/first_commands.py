@@ -8,8 +8,6 @@ print what they should. With ``--transcript MODEL``, writes to ``docs/results/fi
 their place, what four commands print, from a CSV of chats to a tuned policy.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -28,15 +26,12 @@ from dprlhf.runs.measurements import Result, write_results
 
 REWARDS = """
 import zlib
-
 def commas(completions, **columns):
     return [min(talk[-1]["content"].count(","), 4) - 1.0 for talk in completions]
-
 def failing(completions, customer=None, **columns):
     if any(name and zlib.crc32(name.encode()) % 4 for name in customer or []):
         raise ValueError("no such customer")
     return commas(completions)
-
 def chance(completions, **_): return [float(zlib.crc32(str(c).encode()) % 2) for c in completions]
 """
 TRANSCRIPT = """\
