@@ -91,8 +91,8 @@ def _wide(config: Any, adapter: Mapping[str, Any]) -> bool:
     """Return whether there are enough parameters for directions; True for an unknown model."""
     if getattr(config, "hidden_size", None) is None:
         return True
-    # A value projection's outputs: the narrowest module that is adapted by default. A model of
-    # another kind has no heads.
+    # A value projection's outputs: the narrowest module that is adapted by default. State-space
+    # models have no heads.
     heads = getattr(config, "num_attention_heads", 1)
     width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads)
     layers = adapter.get("layers") or range(getattr(config, "num_hidden_layers", 0))
