@@ -100,6 +100,15 @@ class TestInit:
         assert done.exit_code == 0, done.output
         assert ("'user_id' looks like the name of a user" in done.output) is hint
 
+    @pytest.mark.parametrize(("answer", "column"), [("", "user_id"), ("y", "user_id"), ("n", None)])
+    def test_such_a_column_is_asked_about(
+        self, here: Path, answer: str, column: str | None
+    ) -> None:
+        (here / "private.csv").write_text("prompt,user_id\na,ada\nb,ben\n")
+        done = call("init", answers=f"gpt2\nprivate.csv\n\norg/toxicity\n\n\n{answer}\n")
+        assert done.exit_code == 0, done.output
+        assert load_recipe("recipe.yaml").data.user_column == column
+
     @pytest.mark.parametrize("kind", ["gpt2", "llama"])
     def test_a_model_that_is_not_there_yet(self, here: Path, kind: tiny.Kind) -> None:
         """What the recipe then says fits it all the same."""

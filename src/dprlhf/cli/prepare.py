@@ -68,6 +68,7 @@ def doctor() -> None:
 
 
 def init(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Option(prompt="Model (hub id or folder)", callback=checked(check_model)),
@@ -109,8 +110,13 @@ def init(
     if out.exists():
         raise DprlhfError(f"{out}: exists; name another file with --out")
     if not user_column and (name := person_column(names_in(prompts))):
-        hint = f"the column {name!r} looks like the name of a user: if so, set data.user_column"
-        typer.echo(hint, err=True)
+        source = context.get_parameter_source("user_column")
+        if source is not None and source.name == "PROMPT":
+            question = f"The column {name!r} looks like the name of a user. Is it?"
+            user_column = name if typer.confirm(question, default=True) else ""
+        else:
+            hint = f"column {name!r} looks like the name of a user: if so, set data.user_column"
+            typer.echo(hint, err=True)
     columns = columns_in(prompts, prompt_column, stage)
     column = str(columns["prompt_column"])
     column_in(public_prompts, column, "public prompts")  # where it is read by the same name
