@@ -403,7 +403,7 @@ def prompt_room(room: float, response: int, most: int) -> int:
     return int(max(1, min(most, room - response)))
 
 
-MEASURED = 512
+LENGTH_ROWS = 512
 """Public rows whose lengths decide how many tokens a row keeps."""
 
 

@@ -19,7 +19,7 @@ from dprlhf.data.public import CONTRASTED, Guides, held_out, leftover
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError, nearest
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.causal_lm import MEASURED, CausalLMPolicy, prompt_room, usual_length
+from dprlhf.policies.causal_lm import LENGTH_ROWS, CausalLMPolicy, prompt_room, usual_length
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.protocol import Sampling
 from dprlhf.privacy.plan import Plan
@@ -65,7 +65,7 @@ def with_prompt_width(
     if "max_prompt_tokens" not in data.model_fields_set:
         longest = LONGEST_PROMPT + tools
         if public is not None and recipe.rollout.agent is None:  # environments add to prompts
-            some = public.select(np.arange(min(MEASURED, public.count)))
+            some = public.select(np.arange(min(LENGTH_ROWS, public.count)))
             with contextlib.suppress(Exception):  # their own check says what is wrong with them
                 whole = policy.encode(some.prompts, sys.maxsize, some.for_template)
                 longest = usual_length([len(tokens) for tokens in whole])

@@ -27,7 +27,7 @@ from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.gradients.clipping import Weighted, clipped_sum
 from dprlhf.policies.activations import align_with_activations
-from dprlhf.policies.causal_lm import MEASURED, CausalLMPolicy, usual_length
+from dprlhf.policies.causal_lm import LENGTH_ROWS, CausalLMPolicy, usual_length
 from dprlhf.policies.classifier import load_reward_model
 from dprlhf.policies.loading import load_policy
 from dprlhf.policies.optimizers import ascend
@@ -149,7 +149,7 @@ def with_lengths(recipe: S, task: Task, policy: CausalLMPolicy, public: Users | 
     data, lengths = recipe.data, {}
     if public is not None:
         with suppress(Exception):  # their own check says what is wrong with them
-            some = public.select(np.arange(min(MEASURED, public.count)), missing=False)
+            some = public.select(np.arange(min(LENGTH_ROWS, public.count)), missing=False)
             lengths = task.lengths(policy, some)
     usual = {n: usual_length(of) for n, of in lengths.items() if n not in data.model_fields_set}
     least = policy.room / len(usual) if len(usual) == len(lengths) > 0 else 1
