@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["feedback"])
     parser.add_argument("--kept", type=Path, required=True, help="folder of what is done already")
     options = parser.parse_args()
+    options.kept.mkdir(parents=True, exist_ok=True)
     rows = []
     if "interval" in options.methods:
         options.methods.remove("interval")
