@@ -31,6 +31,7 @@ from dprlhf.gradients import clipping
 from dprlhf.privacy.ledger import Ledger, read_ledger
 from dprlhf.privacy.plan import Plan, make_plan
 from dprlhf.recipe import Recipe, make_recipe
+from dprlhf.recipe.loading import recipe_from
 from dprlhf.runs.earlier import records_of, total_of_runs
 from dprlhf.runs.folder import RunFolder
 from dprlhf.updates import UPDATES, PrivateRound
@@ -126,6 +127,23 @@ def test_every_update_moves_each_canary_where_the_attack_looks(update: str, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "loss"),
+    [("sft", None), ("reward", None), ("dpo", None), ("feedback", "kto"),
+     ("feedback", "linear_reward")],
+)  # fmt: skip
+def test_a_supervised_stage_is_audited_without_its_public_rows(stage, loss, tmp_path):
+    values = {
+        "stage": stage, "policy": {"model_name_or_path": "m"}, "data": {"path": "no.csv"},
+        "evaluation": {"data": {"path": "none.csv"}}, "privacy": {"epsilon": 8.0}, "rounds": 1,
+        "update": {"subspace": {"rank": 4}} | ({"loss_type": loss} if loss else {}),
+    }  # fmt: skip
+    spec = recipe_from(values, (), source="test")
+    found = audit(spec, tmp_path / "audit", canaries=40, seed=0, quiet=True)
+    assert found.holds
+    assert found.right > 0.6 * found.guesses
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_no_update_is_refuted(update: str, tmp_path: Path) -> None:
     found = run_audit(tmp_path, 80, update={"name": update}, privacy={"partition": "stream"})

@@ -31,7 +31,7 @@ def gaussian(mu: float, prior: float) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("prior", [0.5, 0.1, 0.8, 0.999])
-@pytest.mark.parametrize("people", [1, 2, 4])
+@pytest.mark.parametrize("people", [1, 2, 4, 101])
 @pytest.mark.parametrize(("z", "releases"), [(0.4, 1), (1.0, 1), (3.0, 4), (40.0, 1)])
 def test_disjoint_batches_are_a_gaussian(z, releases, people, prior):
     for adjacency, moves in (("zero-out", 1), ("replace-one", 2)):

@@ -60,7 +60,9 @@ def test_after_the_charge_it_waits_for_the_end_of_the_block(number: signal.Signa
         signal.raise_signal(number)  # impatience changes nothing
         tick(1)
         done.append("save")
-    assert done == ["charge", "tick 1", "save"]
+        interrupt.defer()  # the round releases once more
+        done.append("second charge")
+    assert done == ["charge", "tick 1", "save", "second charge"]
 
 
 def test_an_error_is_not_replaced_by_the_interrupt() -> None:

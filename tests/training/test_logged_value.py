@@ -122,8 +122,11 @@ def test_a_run_states_the_value_and_leaves_the_policy_in_these_rounds(model, tmp
     card = json.loads((tmp_path / "run/privacy.json").read_text())
     assert any("last 2 gradients" in line for line in card["released"])
     assert card["value"]["tuned"] == str(result.value["tuned"])
-    readme = (tmp_path / "run/policy/README.md").read_text()
-    assert f"the tuned policy {result.value['tuned']}" in readme
+    for folder in ("policy", "model"):
+        readme = (tmp_path / "run" / folder / "README.md").read_text()
+        assert f"the tuned policy {result.value['tuned']}" in readme
+        assert ("Whole weights with the adapter merged" in readme) == (folder == "model")
+    assert json.loads((tmp_path / "run/model/privacy.json").read_text()) == card
     none = stage_of_logs(model, tmp_path / "none", update={"loss_type": "policy_gradient"})
     plain = dprlhf.train_stage(none, data=logs(0, 80), quiet=True)
     assert plain.plan.guarantee == result.plan.guarantee

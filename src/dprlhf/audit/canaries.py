@@ -34,7 +34,7 @@ from dprlhf.privacy.gate import Gate
 from dprlhf.privacy.ledger import Ledger
 from dprlhf.privacy.partition import Allocation, allocate
 from dprlhf.privacy.plan import Plan
-from dprlhf.recipe import IN_MEMORY, AnyRecipe, Recipe, RewardRecipe
+from dprlhf.recipe import IN_MEMORY, AnyRecipe, FeedbackRecipe, Recipe, RewardRecipe
 from dprlhf.rewards import Scores
 from dprlhf.runs.card import released_dimension
 from dprlhf.runs.folder import RunFolder
@@ -328,7 +328,9 @@ def _preferences(
 
 
 def _feedback(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
-    plain = {"baseline": 0.0, "reward_range": 1.0, "value_rounds": 0}
+    plain: dict[str, Any] = {"baseline": 0.0, "reward_range": 1.0, "value_rounds": 0}
+    if cast(FeedbackRecipe, recipe).update.loss_type == "linear_reward":
+        plain["loss_type"] = "policy_gradient"  # one release is one, whatever follows from it
     changes = {
         "policy": settings.Policy(model_name_or_path="bandit"),
         # With β = 1 each canary's gradient is far above the clip norm.
@@ -355,7 +357,8 @@ _STAGES = {
 
 
 def _saturated(recipe: AnyRecipe) -> Any:
-    bounds = {"clip_norm": CLIP_NORM, "batch_size": _AT_ONCE}
+    # Canaries have no public rows beside them.
+    bounds = {"clip_norm": CLIP_NORM, "batch_size": _AT_ONCE, "subspace": None}
     return recipe.update.model_copy(update=bounds)
 
 

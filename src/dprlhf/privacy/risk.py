@@ -27,6 +27,7 @@ _POINTS = 96  # of a curve, up to the ε at which it falls to δ
 _PARTS = 4  # into which chords divide each step between them
 _MOST_STEPS = 6000
 _LARGEST_EPSILON = 300.0
+_COMPOSED = 100  # people, of whom each takes a pass
 _ROUNDING = 1e-9
 _FLOAT_ERROR = 1e-12  # by which a Gaussian's curve may have been rounded up
 
@@ -62,8 +63,8 @@ def risk(
         raise DprlhfError(f"delta must be above 0 and below 1, not {delta}")
     if not 0 < prior < 1:
         raise DprlhfError(f"prior must be above 0 and below 1, not {prior}")
-    if not 1 <= people <= 100:
-        raise DprlhfError(f"people must be a whole number from 1 to 100, not {people}")
+    if people < 1:
+        raise DprlhfError(f"people must be a whole number of at least 1, not {people}")
     if any(m.noise_multiplier == 0 for m in mechanisms):
         raise DprlhfError("a run without noise promises nothing: there is no risk to bound")
     sets = [list(mechanisms)]
@@ -83,18 +84,20 @@ def risk(
 @functools.lru_cache(64)  # a run's opening, its card and its report ask for the same
 def _together(runs: tuple[Mechanism, ...], delta: float, prior: float, people: int) -> Risk:
     """Return the risk of runs that may all contain the same person."""
-    noise = covering_noise(runs)
+    # Of more people, the Gaussian that covers all of them is taken for that of one.
+    composed = people if people <= _COMPOSED else 1
+    noise = covering_noise(runs) / (people / composed)
     if math.isinf(noise):
         none = {f"{rate:g}": rate for rate in FALSE_POSITIVES}
         return Risk(0.5, prior, max(prior, 1 - prior), none, 0.0, delta, people)
-    reach, curve = _curve(runs, noise, delta)
+    reach, curve = _curve(runs, noise, delta, covered=composed < people)
     step = min(max(1.01 * reach, 1e-6), _LARGEST_EPSILON) / _POINTS / _PARTS
     at = np.arange(_POINTS + 1.0) * (step * _PARTS)
     own = {side: np.minimum(one, gaussian_deltas(noise, at)) for side, one in curve(at).items()}
     if runs[0].adjacency == "replace-one":  # either of the two may be the one who took part
         own = dict.fromkeys(SIDES, np.maximum(*own.values()))
-    steps = min(people * _POINTS * _PARTS, _MOST_STEPS, int(2 * _LARGEST_EPSILON / step))
-    all_ = {a: _of_people(own[a], own[b], step, steps, noise, people)
+    steps = min(composed * _POINTS * _PARTS, _MOST_STEPS, int(2 * _LARGEST_EPSILON / step))
+    all_ = {a: _of_people(own[a], own[b], step, steps, noise, composed)
             for a, b in (SIDES, SIDES[::-1])}  # fmt: skip
     epsilons = step * np.arange(-steps, steps + 1)
     removed = all_["remove"]
@@ -112,20 +115,24 @@ def _together(runs: tuple[Mechanism, ...], delta: float, prior: float, people: i
         return min(1.0, max(lines) + _ROUNDING)
 
     worst = np.maximum(*(values[steps:] for values in all_.values()))
-    mu = min(people / noise, _gaussian_mu(worst, step, delta, people / noise)) * (1 + _ROUNDING)
+    mu = min(composed / noise, _gaussian_mu(worst, step, delta, composed / noise)) * (1 + _ROUNDING)
     rates = {f"{fpr:g}": rate(fpr) for fpr in FALSE_POSITIVES}
     return Risk(guess(0.5), prior, guess(prior), rates, mu, delta, people)
 
 
 def _curve(
-    runs: tuple[Mechanism, ...], noise: float, delta: float
+    runs: tuple[Mechanism, ...], noise: float, delta: float, *, covered: bool
 ) -> tuple[float, Callable[[Floats], dict[Side, Floats]]]:
-    """Return about the ε at which both sides' curves have fallen to δ, and the curves."""
+    """Return about the ε at which both sides' curves have fallen to δ, and the curves.
+
+    With ``covered`` they are those of the Gaussian of this noise.
+    """
     replace = runs[0].adjacency == "replace-one"
     pairs = {m: m.spec.replaced if replace else m.spec.pair for m in runs}
     first, spec = runs[0], runs[0].spec
     if (
-        all(m.spec.disjoint for m in runs)
+        covered
+        or all(m.spec.disjoint for m in runs)
         or any(noise_too_small(round_noise(m), delta) for m in runs)
         or None in pairs.values()
         or gaussian_epsilon(noise, delta) == 0
@@ -170,7 +177,7 @@ def _of_people(
 
     known = np.exp(step * _PARTS * np.arange(len(curve)))
     one = both_ways(*(np.interp(growth, known, values) for values in (curve, opposite)))
-    deltas, covering = one, gaussian_deltas(noise, at)
+    deltas = one
     reach = min(steps, _PARTS * (len(curve) - 1))
     for count in range(2, people + 1):
         # One more person: H_{e^(a+b)} <= H_{e^a} + e^a H_{e^b}, at the best a.

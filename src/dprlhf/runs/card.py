@@ -355,10 +355,16 @@ def note_value(folder: RunFolder, value: dict[str, str]) -> None:
 
 def _rewrite(folder: RunFolder, card: dict[str, Any]) -> None:
     write_json(folder.privacy, card)
-    text = model_card(load_any_recipe(folder.recipe), card)
-    if (folder.policy / FILE).is_file():
-        text = in_card(text, json.loads((folder.policy / FILE).read_text("utf-8")))
-    write_atomically(folder.policy / "README.md", text.encode())
+    recipe = load_any_recipe(folder.recipe)
+    for place in (folder.policy, folder.model):
+        if not place.is_dir():  # only supervised stages write the merged model
+            continue
+        text = model_card(recipe, card, merged=place == folder.model)
+        if (place / FILE).is_file():
+            text = in_card(text, json.loads((place / FILE).read_text("utf-8")))
+        write_atomically(place / "README.md", text.encode())
+    if folder.model.is_dir():
+        write_json(folder.model / "privacy.json", card)
 
 
 def carried_with(card: dict[str, Any], records: Sequence[Record]) -> Carried:

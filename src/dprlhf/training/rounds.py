@@ -61,7 +61,7 @@ class Interruptible:
 
     def defer(self) -> None:
         """Raise an interrupt that is pending, and defer later ones to the end of the block."""
-        if self._pending:
+        if self._pending and not self._deferred:  # an update may release several times a round
             raise KeyboardInterrupt
         self._deferred = True
 
