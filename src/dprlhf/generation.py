@@ -9,6 +9,7 @@ from typing import Any
 
 from dprlhf.api import recipe_in
 from dprlhf.data.public import in_memory_prompts, prompts_in
+from dprlhf.data.spelling import storable
 from dprlhf.errors import DprlhfError
 from dprlhf.hub import hush_libraries
 from dprlhf.rollout import public_sampling_settings, sample
@@ -57,8 +58,8 @@ def generate(
     run_folder = RunFolder(Path(folder))
     recipe = recipe_in(run_folder)
     if max_new_tokens is not None:
-        if max_new_tokens < 1:
-            raise DprlhfError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise DprlhfError(f"max_new_tokens must be at least 1, not {max_new_tokens!r}")
         rollout = recipe.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
         recipe = recipe.model_copy(update={"rollout": rollout})
     if isinstance(given, Path):
@@ -69,7 +70,7 @@ def generate(
     policy = load_policy_of(recipe)
     load_tuned(checkpoint, policy)
     policy.model.to(Processes.connect().device)
-    asked = in_memory_prompts(given)
+    asked = in_memory_prompts(storable(given))
     # The run's batches may have a thousand rows; these need what they fill.
     one = public_sampling_settings(recipe.rollout, len(asked), 1)
     one = one.model_copy(update={"backend": "transformers"})

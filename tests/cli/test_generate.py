@@ -33,6 +33,13 @@ def test_one_prompt_or_several_in_text_or_json(run: Path) -> None:
 
 
 @pytest.mark.slow
+def test_half_a_character_is_a_question_mark(run: Path) -> None:
+    whole, half = generate(run, ["caf?"]), generate(run, ["caf\udce9"])
+    assert half[0]["tuned"] == whole[0]["tuned"]
+    assert call(run, "--prompt", "caf\udce9").exit_code == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -193,4 +193,6 @@ def test_the_command() -> None:
     assert asked["noise_multiplier"] == pytest.approx(0.692, abs=2e-3)
     assert "give one of" in str(CliRunner().invoke(app, options).exception)
     options = ["privacy", "risk", "--rounds=16"]
+    of_runs = str(CliRunner().invoke(app, [*options, "run"]).exception)
+    assert "risk: --rounds is that of the runs" in of_runs
     assert "give a run folder" in str(CliRunner().invoke(app, options).exception)

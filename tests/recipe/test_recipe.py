@@ -104,6 +104,11 @@ def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
         assert made.update.clip_norm == math.inf
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_no_generator_takes(seed: int) -> None:
+    assert "seed" in refusal(settings(seed=seed))
+
+
 @pytest.mark.parametrize(
     ("override", "read"),
     [
@@ -117,6 +122,7 @@ def test_an_infinite_clip_norm_belongs_to_a_baseline() -> None:
         ("policy.adapter.target_modules=all-linear",
          lambda r: r.policy.adapter.target_modules == "all-linear"),
         ("data.name=", lambda r: r.data.name is None),
+        ("policy.revision='123e45'", lambda r: r.policy.revision == "123e45"),
         ("evaluation.data.path=public.csv", lambda r: r.evaluation.data.path == "public.csv"),
     ],
 )  # fmt: skip

@@ -280,6 +280,9 @@ def test_what_cannot_be_read_is_refused_in_one_line(run: Path, tmp_path: Path) -
         assert "\n" not in str(error.value)
 
     refused(tmp_path / "nowhere", "not a run folder")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DprlhfError, match=r"file: .*; name another folder with --out"):
+        write_evidence(run, tmp_path / "file")
     text = (run / "ledger.jsonl").read_bytes()
     for place in range(0, len(text) - 1, 211):
         altered = bytearray(text)

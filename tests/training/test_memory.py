@@ -80,5 +80,7 @@ def test_the_command_shows_it(tmp_path: Path) -> None:
     file.write_text(json.dumps(settings(tmp_path / "model").model_dump(mode="json")))
     shown = CliRunner().invoke(app, ["plan", str(file), "--hardware", "2", "--json"])
     assert json.loads(shown.stdout)["fitting"]["update.batch_size"] >= 1
+    both = CliRunner().invoke(app, ["plan", str(file), "--hardware", "2", "--rounds", "4"])
+    assert "plan: --rounds has no effect beside --hardware" in str(both.exception)
     nothing = CliRunner().invoke(app, ["plan", "--users", "9", "--epsilon", "1", "--hardware", "2"])
     assert nothing.exit_code != 0

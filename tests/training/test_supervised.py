@@ -341,6 +341,7 @@ def test_the_rehearsal_of_the_end_leaves_nothing(model, tmp_path, monkeypatch):
     seen = []
 
     def rehearsed(stage: Any, prepared: Any, beside: Path | None) -> None:
+        assert beside == tmp_path / "run"  # what is above it may not be written
         before = prepared.policy.state()
         with monkeypatch.context() as patch:
             patch.setattr(stage, "rehearse", lambda *_: seen.append(prepared.policy.state()))
@@ -350,6 +351,7 @@ def test_the_rehearsal_of_the_end_leaves_nothing(model, tmp_path, monkeypatch):
         assert not any(torch.equal(before[name], seen[0][name]) for name in before)
 
     monkeypatch.setattr("dprlhf.training.build.rehearse_end", rehearsed)
+    (tmp_path / "run").mkdir()
     dprlhf.train_stage(sft(model, tmp_path / "run"), data=people(0, 40), quiet=True)
     assert seen
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -485,6 +487,8 @@ def test_the_commands(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )  # the command implies the stage
     runner = CliRunner()
     held = sorted(Path().rglob("*"))
+    alone = runner.invoke(app, ["sft", "sft.yaml", "--json"])
+    assert "--json prints the plan of --dry-run" in str(alone.exception)
     ahead = runner.invoke(app, ["sft", "sft.yaml", "--dry-run", "--json"])
     plan = json.loads(ahead.output.splitlines()[-1])
     assert 7.9 < plan["epsilon"] <= 8

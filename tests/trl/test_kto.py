@@ -9,7 +9,7 @@ import pytest
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from dprlhf.errors import DprlhfError
 from dprlhf.trl import PrivateKTOConfig, PrivateKTOTrainer
@@ -73,6 +73,23 @@ def test_the_loss_of_init_brings_its_defaults_and_needs_public_rows() -> None:
     assert recipe.optimizer.learning_rate == 8.0
     with pytest.raises(DprlhfError, match="linear_reward needs public prompts"):
         feedback_recipe_of(config, public=0, **given)
+
+
+def test_a_subspace_on_a_command_line_is_json() -> None:
+    words = ["--output_dir=x", "--privacy_epsilon=4", "--privacy_subspace", '{"rank": 4}']
+    assert trl.TrlParser(PrivateKTOConfig).parse_args_and_config(words)[0].privacy_subspace == {
+        "rank": 4
+    }
+
+
+def test_evaluations_need_public_rows_and_a_stop_needs_evaluations(model, tmp_path) -> None:
+    with pytest.raises(DprlhfError, match=r"^eval_strategy='steps': give eval_dataset"):
+        made(model, tmp_path / "a", eval_strategy="steps", eval_steps=1)
+    for best in ({}, {"metric_for_best_model": "loss"}):
+        waits = made(model, tmp_path / "a", callbacks=[EarlyStoppingCallback()], **best)
+        with pytest.raises(DprlhfError, match="give it, such as 'loss', and eval_strategy='steps'"):
+            waits.train()
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("name", ["ref_model", "data_collator", "compute_metrics"])

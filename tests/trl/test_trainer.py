@@ -231,8 +231,10 @@ def test_a_callback_that_lacks_its_metric_is_refused_before_there_is_a_folder(mo
     with pytest.raises(DprlhfError, match="AssertionError during the run; its text") as hidden:
         trainer(model, tmp_path / "a", callbacks=[Wrong()]).train()
     assert "user 7" not in str(hidden.value)
-    with pytest.raises(DprlhfError, match="EarlyStoppingCallback watches metric_for_best_model"):
-        trainer(model, tmp_path / "b", callbacks=[EarlyStoppingCallback()]).train()
+    for best in ({}, {"metric_for_best_model": "reward", "eval_dataset": PUBLIC}):
+        waits = trainer(model, tmp_path / "b", callbacks=[EarlyStoppingCallback()], **best)
+        with pytest.raises(DprlhfError, match="EarlyStoppingCallback watches metric_for_best"):
+            waits.train()
     assert not (tmp_path / "b").exists()
 
 

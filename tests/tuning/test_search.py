@@ -126,6 +126,12 @@ def test_only_runs_after_the_search_decide(file: Path, simulated: Simulated) -> 
     assert again.runs >= 3
 
 
+@pytest.mark.parametrize("minutes", [0.0, math.inf, math.nan])
+def test_a_time_that_never_ends_is_refused(file: Path, minutes: float) -> None:
+    with pytest.raises(DprlhfError, match="minutes must be a positive number"):
+        search_for(file, minutes=minutes)
+
+
 @pytest.mark.parametrize("limit", [{"trials": 2}, {"minutes": 3.5}])
 def test_runs_that_decide_wait_for_no_trial_of_the_search(file, simulated, limit):
     """What the search had no time or no number for is not run in the time of the last runs."""

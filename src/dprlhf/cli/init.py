@@ -30,7 +30,7 @@ _ABOUT = {
     "reward optimizer": "a new head takes small steps",
     "privacy": "a smaller epsilon is more private; 1 to 8 are usual. Keep delta below 1 / users",
     "feedback rounds": "one for linear_reward; for other losses by the number of users: dprlhf"
-    " plan --users {users}",
+    " plan --users {users} --epsilon {epsilon}",
     "rounds": "by the number of users; others: dprlhf plan --users {users} --epsilon {epsilon}",
     "evaluation": "public rows: measured before and after, at no privacy cost",
 }

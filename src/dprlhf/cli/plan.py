@@ -57,6 +57,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 _WITH_A_RECIPE = ("minutes", "responses", "num_generations", "show", "hardware")
+_WITHOUT_HARDWARE = ("minutes", "responses", "num_generations", "show", "rounds")
 _WITHOUT_ONE = ("users", "epsilon", "delta", "dimension", "signal")
 
 
@@ -84,7 +85,7 @@ def plan(
     rounds are compared. No privacy is spent.
     """
     if recipe is None:
-        _refuse(context, _WITH_A_RECIPE, "needs a recipe")
+        refuse(context, _WITH_A_RECIPE, "needs a recipe")
         if users is None or epsilon is None:
             raise DprlhfError("plan: give a recipe, or --users and --epsilon")
         _warn(epsilon)
@@ -99,12 +100,13 @@ def plan(
         about = f"balanced batch size (He & Zhou, Theorem 2): m = {m:.0f}, T = {users / m:.0f}"
         typer.echo(f"{about}\n\n{_plan_table(table)}")
         return
-    _refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
+    refuse(context, _WITHOUT_ONE, "is the recipe's: override its keys, such as privacy.epsilon")
     from dprlhf.recipe import load_recipe
     from dprlhf.training.planner import choose, measure
 
     loaded = load_recipe(recipe, overrides or ())
     if hardware is not None:
+        refuse(context, _WITHOUT_HARDWARE, "has no effect beside --hardware")
         typer.echo(_memory(loaded, hardware, as_json))
         return
     _warn(loaded.privacy.epsilon)
@@ -195,12 +197,12 @@ def _memory(loaded: Any, gigabytes: float, as_json: bool) -> str:
     return "\n".join([*lines, f"within {USED:.0%} of {gigabytes:g} GB: {fits}"])
 
 
-def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+def refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
     """Refuse an option that the call would not use, in place of ignoring it."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise DprlhfError(f"plan: --{name.replace('_', '-')} {why}")
+            raise DprlhfError(f"{context.info_name}: --{name.replace('_', '-')} {why}")
 
 
 def _warn(epsilon: float | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dprlhf.cli.plan import refuse
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy import partitions, relations
 
@@ -195,8 +196,15 @@ def privacy_total(
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
+_OF_A_PLAN = (
+    "rounds", "noise_multiplier", "partition", "adjacency", "participations", "releases_per_round",
+    "bands",
+)  # fmt: skip
+
+
 @privacy.command("risk")
 def privacy_risk(
+    context: typer.Context,
     runs: Annotated[
         list[Path] | None,
         typer.Argument(help="Run folders, taken together; leave out to give the plan as options."),
@@ -232,6 +240,7 @@ def privacy_risk(
     from dprlhf.runs.earlier import risk_of, total_of_runs
 
     if runs:
+        refuse(context, _OF_A_PLAN, "is that of the runs: leave it out")
         records, _ = total_of_runs(runs, delta=delta)
         measured = risk_of(records, delta, prior=prior, people=people)
     elif rounds is None or noise_multiplier is None or delta is None:

@@ -115,6 +115,7 @@ def train(
     Experimental (no measurement shows their use yet): rollout.backend=vllm,
     rollout.agent, the adapters peft and full.
     """
+    _check_json(as_json, dry_run)
     changes = list(overrides or ())
     if any(text.startswith("--") for text in changes):
         from dprlhf.recipe.trl_names import overrides_of
@@ -144,6 +145,7 @@ def _of_stage(stage: str, about: str) -> Callable[..., None]:
     ) -> None:
         from dprlhf.stages import load_stage_recipe, train_stage
 
+        _check_json(as_json, dry_run)
         loaded = load_stage_recipe(recipe, overrides or (), stage=stage)
         if loaded.stage != stage:
             raise DprlhfError(
@@ -184,6 +186,11 @@ def resume(run: Annotated[Path, typer.Argument(help="The folder of the run.")]) 
             show_stage(resume_stage(run))
         else:
             show(continue_run(run))
+
+
+def _check_json(as_json: bool, dry_run: bool) -> None:
+    if as_json and not dry_run:
+        raise DprlhfError("--json prints the plan of --dry-run, and this would be a run")
 
 
 def _show_plan(plan: dict[str, Any], as_json: bool) -> None:

@@ -148,7 +148,7 @@ def _parse(text: str, override: str) -> Any:
     except yaml.YAMLError as error:
         reason = one_line(error)
         raise DprlhfError(f"override '{override}': the value is not valid YAML: {reason}") from None
-    if isinstance(value, str):
+    if isinstance(value, str) and value == text.strip():  # and not in quotes
         try:  # YAML reads 1e-3 and inf as text
             return float(value)
         except ValueError:

@@ -97,7 +97,7 @@ class Recipe(Settings):
     evaluation: Evaluation | None = None
     tracking: Tracking = Tracking()
     previous: list[Previous] = []
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     output_dir: str | None = None
 
     @property

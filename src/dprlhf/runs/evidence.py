@@ -252,8 +252,11 @@ def write_evidence(
         s=statement
     )
     folder = Path(out) if out is not None else Path(run) / "comply"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "evidence.html", page)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "evidence.html", page)
+    except OSError as error:
+        raise DprlhfError(f"{folder}: {error.strerror}; name another folder with --out") from None
     # With the page's hash in the JSON, a signature of the JSON covers both.
     statement["page_sha256"] = hashlib.sha256(page.encode()).hexdigest()
     write_json(folder / "evidence.json", statement)

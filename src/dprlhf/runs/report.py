@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dprlhf.errors import DprlhfError, extra
-from dprlhf.privacy.gaussian import upwards
+from dprlhf.privacy.gaussian import downwards, upwards
 from dprlhf.privacy.ledger import charged_rounds
 from dprlhf.recipe import load_any_recipe
 from dprlhf.recipe.sections import measure_label
@@ -426,6 +426,7 @@ def _figures(run: PublishedRun, *, alone: bool = True) -> list[Figure]:
 def _budget_figures(run: PublishedRun, column: Callable[..., Any]) -> list[Figure]:
     risk = run.card.get("risk")
     best = finite_number(risk.get("best_guess")) if isinstance(risk, dict) else None
+    best = None if best is None else float(upwards(best, 4))
     return [
         Figure(
             "What privacy cost: noise against signal",
@@ -491,13 +492,24 @@ def _band(error: Any) -> float | None:
     return None if number is None or number < 0 else _Z95 * number
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, name: str = "") -> str:
+    """Return a value of a card as text; a bound by its name stays one when it is rounded.
+
+    >>> _shown(3.69739), _shown(3.69739, "epsilon"), _shown(3.99957, "epsilon_lower")
+    ('3.697', '3.698', '3.999')
+    """
     if value is None:
         return "–"
     number = finite_number(value)
     if number is None or isinstance(value, int):
         return str(value)
-    return f"{number:.4g}"
+    if name == "epsilon_lower":
+        return downwards(number, 4)
+    return upwards(number, 4) if name in _UPPER else f"{number:.4g}"
+
+
+_UPPER = {"epsilon", "delta", "best_guess", "best_guess_at_prior", "gdp_mu"}
+"""Upper bounds that a card states."""
 
 
 def _estimate(value: tuple[float, float] | None, sign: str = "+") -> str:

@@ -258,7 +258,8 @@ def open_run(
             recipe, sources, processes, quiet=quiet, folder=folder, counted=counted
         )
         if create and counted:
-            beside = next(p for p in folder.path.absolute().parents if p.is_dir())
+            place = folder.path.absolute()
+            beside = next(p for p in (place, *place.parents) if p.is_dir())
             processes.on_main(lambda: rehearse_end(stage, prepared, beside))
         key, reservation = processes.on_main(
             lambda: _start(prepared, folder, create=create, counted=counted)

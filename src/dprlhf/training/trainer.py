@@ -197,6 +197,8 @@ def rehearse_end(stage: Stage, prepared: PreparedRun, beside: Path | None) -> No
     except (DprlhfError, *EXITS):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise DprlhfError(f"{beside}: {error.strerror}; choose another output_dir") from None
         raise DprlhfError(
             "the end of the run was tried before its first round, and failed:"
             f" {type(error).__name__}: {one_line(error)}"

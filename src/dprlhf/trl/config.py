@@ -26,7 +26,7 @@ C = TypeVar("C", bound="PrivacyFields")
 AUTO = "auto"
 """The value of ``privacy_subspace`` that leaves it to the public rows."""
 
-_MAPPINGS = ("privacy_subspace",)
+MAPPINGS = ("privacy_subspace",)
 """Settings of here that are mappings, which transformers reads as JSON from a command line."""
 
 
@@ -134,6 +134,11 @@ class PrivacyFields:
             DprlhfError: Names the setting, the reason, and the nearest private setting.
         """
         self.refuse()
+        online: Any = self
+        if hasattr(self, "generation_batch_size"):
+            # TRL wants multiples of num_generations, also where the number has no effect here.
+            online.generation_batch_size, online.steps_per_generation = None, self.num_generations
+            online.per_device_eval_batch_size = online.num_generations_eval or self.num_generations
         if getattr(self, "bf16", None) is None:  # TRL's True needs hardware; nothing here does
             self.bf16 = False
         with warnings.catch_warnings():
@@ -195,8 +200,6 @@ class PrivacyFields:
             for f in dataclasses.fields(cls.trl_config)
             if f.init and getattr(config, f.name) != getattr(untouched, f.name)
         }
-        if "steps_per_generation" in changed:  # TRL derives one from the other, and takes one only
-            changed.pop("generation_batch_size", None)
         given = {"output_dir": config.output_dir, **device, **changed, **privacy}
         made = cls(**given)
         made.say_differences(set(given))
@@ -275,7 +278,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
 
     loss_type: str = setting("grpo", "grpo or dr_grpo.")
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, *MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = GRPO
     trl_config: ClassVar[type[Any]] = trl.GRPOConfig
 
@@ -295,7 +298,7 @@ class PrivateGRPOConfig(PrivacyFields, trl.GRPOConfig):  # type: ignore[misc]
 class PrivateRLOOConfig(PrivacyFields, trl.RLOOConfig):  # type: ignore[misc]
     """TRL's ``RLOOConfig`` with a privacy budget, and the recipe's defaults."""
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, *_MAPPINGS]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, *MAPPINGS]
     trl_fields: ClassVar[dict[str, Field]] = RLOO
     trl_config: ClassVar[type[Any]] = trl.RLOOConfig
 

@@ -21,7 +21,7 @@ from dprlhf.training.feedback import Reactions
 from dprlhf.training.processes import Processes
 from dprlhf.training.setup import LONGEST_PROMPT
 from dprlhf.training.supervised import with_lengths
-from dprlhf.trl.config import PrivacyFields, setting
+from dprlhf.trl.config import MAPPINGS, PrivacyFields, setting
 from dprlhf.trl.evaluation import as_evaluation, name_of_best
 from dprlhf.trl.fields import KTO, Field
 from dprlhf.trl.mapping import feedback_recipe_of
@@ -46,6 +46,8 @@ class PrivateKTOConfig(PrivacyFields, trl.KTOConfig):  # type: ignore[misc]
 
     beta: float = setting(0.1, "Strength of the KL penalty.")
     privacy_value_rounds: int = setting(0, "Rounds at the end that estimate the policy's value.")
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.KTOConfig._VALID_DICT_FIELDS, *MAPPINGS]
 
     trl_fields: ClassVar[dict[str, Field]] = KTO
     trl_config: ClassVar[type[Any]] = trl.KTOConfig
@@ -171,5 +173,6 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
     def _try_evaluation(self) -> None:
         """Refuse a ``metric_for_best_model`` that no evaluation has."""
         best = self.args.metric_for_best_model
+        self._watched("loss")
         if best is not None and name_of_best(best) != "eval_loss":
             raise DprlhfError(f"metric_for_best_model={best!r}: the evaluation has loss alone")

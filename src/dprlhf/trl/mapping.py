@@ -59,8 +59,6 @@ def recipe_of(
         "update": {**_update(args), **_contribution(args)},
         "kl": {"beta": args.beta},
     }
-    if not public and _steps(args):
-        raise DprlhfError("eval_strategy='steps': give eval_dataset, public prompts to evaluate on")
     values = _completed(values, args, users=users, public=public, model=model)
     return make_recipe(values, source=type(config).__name__)
 
@@ -71,6 +69,8 @@ def _completed(
     """Return settings with the evaluation, the optimizer, and the defaults of what is not given."""
     if public:
         values["evaluation"] = _evaluation(args)
+    elif _steps(args):
+        raise DprlhfError("eval_strategy='steps': give eval_dataset, public rows to evaluate on")
     if any(getattr(args, name) != default for name, default in _step_rule(type(args)).items()):
         values["optimizer"] = {}  # some of it is given, and the rest are the recipe's defaults
     values = with_defaults(values, users=users, public=public or None, model=model)

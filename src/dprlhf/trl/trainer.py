@@ -503,20 +503,30 @@ class PrivateTrainer(Generic[C]):
             DprlhfError: ``compute_metrics`` returns no numbers, or no evaluation has the metric of
                 ``metric_for_best_model``.
         """
-        section, best = self.recipe.evaluation, self.args.metric_for_best_model
-        stopping = (isinstance(one, EarlyStoppingCallback) for one in self._log.callbacks)
-        if best is None and any(stopping):
-            raise DprlhfError(
-                "EarlyStoppingCallback watches metric_for_best_model: give it, such as 'reward',"
-                " and eval_strategy='steps' with an eval_dataset"
-            )
-        watched = best is not None and section is not None and section.every is not None
+        section, watched = self.recipe.evaluation, self._watched("reward")
         if self._public is None or (self._metrics is None and not watched):
             return
         count = section.prompts if section is not None else None  # as many as the run evaluates
         evaluated = self._evaluated(self._public, count, log_probs=watched, first=TRIED)
         if watched:
-            check_best(best, evaluated)
+            check_best(self.args.metric_for_best_model, evaluated)
+
+    def _watched(self, such_as: str) -> bool:
+        """Return whether evaluations between rounds have a metric that callbacks watch.
+
+        Raises:
+            DprlhfError: They have not, and ``EarlyStoppingCallback`` would end the run with an
+                error.
+        """
+        section, best = self.recipe.evaluation, self.args.metric_for_best_model
+        watched = best is not None and section is not None and section.every is not None
+        stopping = (isinstance(one, EarlyStoppingCallback) for one in self._log.callbacks)
+        if any(stopping) and not watched:
+            raise DprlhfError(
+                "EarlyStoppingCallback watches metric_for_best_model: give it, such as"
+                f" {such_as!r}, and eval_strategy='steps' with an eval_dataset"
+            )
+        return watched
 
     def save_model(
         self, output_dir: str | Path | None = None, _internal_call: bool = False

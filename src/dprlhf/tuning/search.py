@@ -9,6 +9,7 @@ given one, with other values and why, in comments.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -227,6 +228,8 @@ class Search:
         self._started = time.monotonic()
         self._optuna = _optuna()
         self._recipe, self._public, self._keys, self._reward = recipe, public, list(keys), reward
+        if not 0 < minutes < math.inf:
+            raise DprlhfError(f"tune: minutes must be a positive number, not {minutes}")
         self._seconds, self._most = 60 * minutes, trials
         self.users = users if users is not None else count_users(recipe)
         terms = {
