@@ -2,8 +2,10 @@
 
 import gzip
 import importlib
+import io
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest import mock
 import datasets
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -366,6 +369,72 @@ def test_a_row_that_does_not_decode_leaves_out_its_user_and_nobody_else() -> Non
     made = Users(rows, Data(path="given"))
     rows.set_transform(decode)
     assert made.readable(np.arange(3), lambda some: None).prompts == ["a", "c"]
+
+
+def picture(width: int) -> dict[str, Any]:
+    held = io.BytesIO()
+    PIL.Image.new("1", (width, width)).save(held, "PNG")
+    return {"bytes": held.getvalue(), "path": None}
+
+
+def test_an_image_of_more_pixels_than_fit_leaves_out_its_row_alone() -> None:
+    """A hundred kilobytes hold so many that decoding them takes the memory of a run."""
+    before = PIL.Image.MAX_IMAGE_PIXELS
+    images = [picture(4), picture(6_000), {"bytes": b"broken", "path": None}]
+    rows = datasets.Dataset.from_dict(
+        {"prompt": ["a", "b", "c"], "image": images},
+        features=datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()}),
+    )
+    made = Users(rows, Data(path="given"))
+    assert made.readable(np.arange(3), lambda some: None).prompts == ["a"]
+    assert not open_private(made.left_out(lambda some: [False] * len(some)))  # none is decoded
+    assert before == PIL.Image.MAX_IMAGE_PIXELS
+    of_tasks = Users(rows.remove_columns("prompt"), Data(path="given"), may_lack_prompts=True)
+    assert open_private(of_tasks.digest()) == open_private(of_tasks.digest())
+    assert len(hashed(of_tasks)) == len(open_private(of_tasks.identities())) == 3
+    assert len(open_private(of_tasks.traces([]))["text"])
+
+
+ODD_VALUES: dict[str, tuple[Any, Any]] = {
+    "a fraction, a long number": (0.5, 4929123456789012345),
+    "a date, a number": ("2024-01-01T00:00:00Z", 1),
+    "a list, a text": ([1], "x"),
+    "a long number in a list": ([0.5], [4929123456789012345]),
+}
+
+
+@pytest.mark.parametrize("pair", ODD_VALUES.values(), ids=ODD_VALUES)
+def test_values_that_no_type_holds_together_keep_what_they_are(pair: Any, tmp_path: Path) -> None:
+    file, messages = tmp_path / "a.jsonl", tmp_path / "m.csv"
+    file.write_text("".join(json.dumps({"prompt": "a", "of": one}) + "\n" for one in pair))
+    assert load_rows(Data(path=str(file)))["of"] == list(pair)
+    talks = [json.dumps([{**MESSAGE, "of": one}]) for one in pair]
+    pd.DataFrame({"messages": talks}).to_csv(messages, index=False)
+    data = Data(path=str(messages), prompt_column="messages")
+    made = Users(load_rows(data), data).readable(np.arange(2), lambda some: None)
+    assert [talk[0]["of"] for talk in made.prompts] == list(pair)
+
+
+def test_nan_in_json_is_no_value(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "x": NaN}\n{"prompt": NaN, "x": [1, 1e999]}\n')
+    rows = load_rows(Data(path=str(file)))
+    assert rows["prompt"] == ["a", None]
+    assert rows["x"] == [None, [1, None]]
+
+
+def test_a_first_row_that_is_no_header_is_not_quoted(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("u17,My doctor says: SECRET\nu18,x\n")
+    with pytest.raises(DprlhfError, match="there is no column 'prompt'") as refused:
+        Users(load_rows(Data(path=str(file))), Data(path=str(file)))
+    assert "SECRET" not in str(refused.value)
+
+
+def test_the_same_rows_are_the_same_whatever_is_no_number() -> None:
+    rows = {"prompt": ["a", "b"], "score": [math.nan, 1.0]}
+    assert users(rows).has_rows_of(users(rows))
+    assert not users(rows).has_rows_of(users({**rows, "score": [0.0, 1.0]}))
 
 
 MESSAGE = {"role": "user", "content": "a"}

@@ -94,7 +94,13 @@ def test_a_column_multiplies_each_answer_by_its_own_rows_value() -> None:
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(math.nan, "nan"), (math.inf, "infinity"), ("1", "str"), (None, "None"), (1e308, "infinity")],
+    [
+        (math.nan, "nan"),
+        (math.inf, "infinity"),
+        ("one", "str"),
+        (None, "None"),
+        (1e308, "infinity"),
+    ],
 )
 def test_a_row_without_a_number_to_multiply_by_is_invalid_alone(value: Any, kind: str) -> None:
     reward = LoadedReward(length, "length", times_column="wants")

@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 
 import dprlhf
 from dprlhf import DprlhfError, recipe
+from dprlhf.boundary import open_private
 from dprlhf.cli.app import app
 from dprlhf.data.given_rows import rows_from
+from dprlhf.data.loading import load_rows
 from dprlhf.data.users import Prompts, Users
 from dprlhf.gradients.clipping import clipped_sum
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -36,7 +38,15 @@ from dprlhf.training.dpo import PreferredAnswers, encode_pairs
 from dprlhf.training.dry_run import dry_run_stage, explain
 from dprlhf.training.feedback import Reactions
 from dprlhf.training.supervised import made_up_rows, with_lengths
-from dprlhf.training.tasks import Labels, NextTokens, Pairs, Task, pack, split_row
+from dprlhf.training.tasks import (
+    Labels,
+    NextTokens,
+    Pairs,
+    Task,
+    check_template,
+    pack,
+    split_row,
+)  # fmt: skip
 from dprlhf.training.trainer import rehearse_end
 from helpers import stages, tiny
 from helpers.rounds import flat_gradient
@@ -535,11 +545,73 @@ def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() 
         (["0.5", "1.0"], [0.5, 1], ["0.5", "1.0"]),
         (["true", "false"], [True, False, "true"], ["true", "false", "true"]),
         (["no", "yes"], [0, 1, True, False], ["no", "yes", "yes", "no"]),
+        (["no", "yes"], ["0", " 1", "true", "FALSE"], ["no", "yes", "yes", "no"]),  # a stray word
+        (["1", "0"], ["1", "0", "1.0"], ["1", "0", "1"]),
     ],
 )
 def test_a_number_that_is_the_name_of_a_label_is_no_index(labels, given, learnt):
     task = Labels(recipe.Preferences(path="x", label_column="label"), labels)
     assert [labels[task.number(label)] for label in given] == learnt
+
+
+def test_a_users_stray_word_leaves_the_others_labels_as_they_are(tmp_path: Path) -> None:
+    """A CSV column is then text; nobody else's row says something else, and the row is counted."""
+    data = recipe.Preferences(path=str(tmp_path / "a.csv"), label_column="label")
+    task = Labels(data, ["bad", "good"])
+
+    def read(labels: list[str]) -> tuple[list[int], Any]:
+        rows = "".join(f"talk {n},{label}\n" for n, label in enumerate(labels))
+        Path(data.path).write_text(f"prompt,label\n{rows}")
+        users = Users(load_rows(data), data)
+
+        def cut(some: Prompts) -> list[bool]:
+            for label in some.columns["label"]:
+                task.number(label)
+            return [False] * len(some)
+
+        some = users.readable(np.arange(users.count), cut)
+        return [task.number(x) for x in some.columns["label"]], open_private(users.left_out(cut))
+
+    assert read(["0", "1", "1"]) == ([0, 1, 1], {})
+    assert read(["0", "1", "spam"]) == ([0, 1], {"unreadable": 1})
+    assert read(["0", "1", ""]) == ([0, 1], {"missing": 1})
+    with pytest.raises(DprlhfError, match="none of the labels"):
+        task.lengths(None, Prompts(["a"], np.zeros(1), np.zeros(1), {"label": ["spam"]}))  # type: ignore[arg-type]
+
+
+def test_a_row_of_another_kind_is_no_reason_to_ask_for_a_chat_template(tmp_path: Path) -> None:
+    data = recipe.Documents(path=str(tmp_path / "a.jsonl"), completion_column=None)
+    task, trained = NextTokens(data), wide_policy(0.3)
+    for odd in (5, [{"role": "user", "content": "hi"}]):
+        rows = [{"prompt": "one day"}, {"prompt": odd}]
+        Path(data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        users = Users(load_rows(data), data)
+        check_template(data, users, trained)
+        read = users.readable(np.arange(2), lambda rows: task.encode(trained, rows)).prompts
+        assert read[0] == "one day"
+        assert len(read) == (2 if odd == 5 else 1)
+    Path(data.path).write_text(json.dumps(rows[1]))
+    with pytest.raises(DprlhfError, match="holds conversations, and the policy's"):
+        check_template(data, Users(load_rows(data), data), trained)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_completions_that_are_numbers_are_texts(suffix: str, tmp_path: Path) -> None:
+    """Answers to sums, say; a word in another user's row changes nothing."""
+    data = recipe.Documents(path=str(tmp_path / f"a.{suffix}"), max_completion_tokens=4)
+    task, trained, learnt = NextTokens(data), wide_policy(0.3), []
+    for other in ("5", "five"):
+        if suffix == "csv":
+            Path(data.path).write_text(f"prompt,completion\n1+1=,2\n2+3=,{other}\n")
+        else:
+            rows = [{"prompt": "1+1=", "completion": 2},
+                    {"prompt": "2+3=", "completion": 5 if other == "5" else other}]  # fmt: skip
+            Path(data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        users = Users(load_rows(data), data)
+        some = users.readable(np.arange(2), lambda rows: task.encode(trained, rows))
+        assert some.columns["completion"] == ["2", other]
+        learnt.append(task.encode(trained, some).tokens[0].tolist())
+    assert learnt[0] == learnt[1]
 
 
 def test_where_some_label_is_a_number_no_number_is_an_index() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dprlhf.agents.chat import Tool, check_chat
+from dprlhf.data.columns import listed_names
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.reward import wait_for
@@ -195,7 +196,8 @@ class Agent:
         if self.several and ENVIRONMENT not in names:
             raise DprlhfError(
                 f"rollout.agent.environment: with environments by name ({self._names}), each row"
-                f" needs its own in the column {ENVIRONMENT!r}; the columns are {', '.join(names)}"
+                f" needs its own in the column {ENVIRONMENT!r}; the columns are"
+                f" {listed_names(names)}"
             )
 
     def environment(self, name: Any = None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from dprlhf.data.columns import listed_names
 from dprlhf.errors import DprlhfError
 
 DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
@@ -119,7 +120,7 @@ def columns_in(prompts: str, named: str | None, stage: str) -> dict[str, str | N
     if names and lacking:
         raise DprlhfError(
             f"prompts {prompts!r}: there is no column {min(lacking)!r}; the columns are"
-            f" {', '.join(names)}"
+            f" {listed_names(names)}"
         )
     return columns
 
@@ -132,7 +133,7 @@ def column_in(prompts: str, named: str | None, what: str = "prompts", stage: str
     if columns and match is None:
         raise DprlhfError(
             f"{what} {prompts!r}: there is no column {' or '.join(map(repr, wanted))}; the columns"
-            f" are {', '.join(columns)}: name that of the prompts with --prompt-column"
+            f" are {listed_names(columns)}: name that of the prompts with --prompt-column"
         )
     return match or wanted[0]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,25 @@ _LISTS = (
 )  # fmt: skip
 
 NAMES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, *NUMBERS)
+
+
+def answer_columns(spec: Any) -> set[str]:
+    """Return the columns of a recipe's data that hold completions: texts or messages."""
+    keys = ("completion_column", "chosen_column", "rejected_column")
+    return {column for key in keys if (column := getattr(spec, key, None)) is not None}
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Return columns' names for a message, but for those of a file whose first row is no header.
+
+    >>> listed_names(["prompt", "user_id"]), listed_names(["u17", "I have hepatitis, what now?"])
+    ('prompt, user_id', 'u17, and 1 that looks like no name (is the first row a header?)')
+    """
+    plain = [name for name in names if re.fullmatch(r"[\w.:/-]{1,40}( [\w.:/-]{1,12})?", name)]
+    others = len(names) - len(plain)
+    looks = "that looks" if others == 1 else "that look"
+    more = [f"and {others} {looks} like no name (is the first row a header?)"] if others else []
+    return ", ".join([*plain, *more])
 
 
 _PERSONS = {
@@ -123,6 +145,28 @@ def bytes_of(column: pa.Array) -> NDArray[np.int64]:
     return sizes
 
 
+MOST_PIXELS = 2**24
+"""Most pixels of an image that is decoded. A small file can hold many thousand times its bytes."""
+
+
+@contextlib.contextmanager
+def bounded_images() -> Iterator[None]:
+    """Refuse images of more than ``MOST_PIXELS`` inside the context: their rows cannot be read."""
+    pillow: Any = sys.modules.get(
+        "PIL.Image"
+    )  # :func:`check_decodable` has loaded it, if it is needed
+    if pillow is None:
+        yield
+        return
+    before, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, MOST_PIXELS // 2  # it refuses twice
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+            yield
+    finally:
+        pillow.MAX_IMAGE_PIXELS = before
+
+
 def check_readable(rows: Any, column: str, where: str) -> None:
     """Check that a column's type is that of texts, numbers or conversations.
 
@@ -154,7 +198,7 @@ def check_decodable(rows: Any, where: str) -> None:
     Only the columns' types decide it; bytes of no user's are what is decoded.
     """
     for column, feature in rows.features.items():
-        for part in _parts(feature):
+        for part in parts_of(feature):
             if not getattr(part, "decode", False):
                 continue
             try:
@@ -168,7 +212,7 @@ def check_decodable(rows: Any, where: str) -> None:
                 continue
 
 
-def _parts(feature: Any) -> Iterator[Any]:
+def parts_of(feature: Any) -> Iterator[Any]:
     """Yield a column's type and all types inside it."""
     if isinstance(feature, dict):
         inside: list[Any] = list(feature.values())
@@ -177,4 +221,4 @@ def _parts(feature: Any) -> Iterator[Any]:
         inside = feature if isinstance(feature, list) else [getattr(feature, "feature", None)]
     for part in inside:
         if part is not None:
-            yield from _parts(part)
+            yield from parts_of(part)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from dprlhf.data.spelling import DEPTH, storable, too_nested
 from dprlhf.errors import BrokenLinesError
@@ -28,7 +31,10 @@ def conversation_in(text: Any) -> list[dict[str, Any]] | None:
 
 def parsed(text: str) -> Any:
     """Return what a JSON text holds, without what is nested deeper than Python reads it."""
-    read = functools.partial(json.loads, object_pairs_hook=_without_repeats, parse_int=_whole)
+    read = functools.partial(
+        json.loads, object_pairs_hook=_without_repeats, parse_int=_whole, parse_float=_finite,
+        parse_constant=_finite,
+    )  # fmt: skip
     try:
         return read(text)
     except RecursionError:
@@ -49,6 +55,12 @@ def _whole(digits: str) -> int | str:
     """Return a whole number; one that 64 bits do not hold as its text, for its row alone."""
     number = int(digits) if len(digits) <= 20 else 2**63
     return number if -(2**63) <= number < 2**63 else digits
+
+
+def _finite(digits: str) -> float | None:
+    """Return a number; None for NaN, which stands for no value, and what no float holds."""
+    number = float(digits)
+    return number if math.isfinite(number) else None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,12 +86,23 @@ def of_any_kinds(columns: dict[str, list[Any]]) -> Any:
     """Return the rows of columns whose values may differ in kind; each keeps its own."""
     import datasets
 
-    features = datasets.Dataset.from_dict(columns, on_mixed_types="use_json").features
+    features = datasets.Features({name: _feature(values) for name, values in columns.items()})
     encoded = {
         name: [_encoded(value, feature) for value in columns[name]]
         for name, feature in features.items()
     }
     return datasets.Dataset.from_dict(encoded, features=features)
+
+
+def _feature(values: list[Any]) -> Any:
+    """Return the type of a column's values; that of JSON where Arrow has none for all of them."""
+    import datasets
+
+    try:
+        rows = datasets.Dataset.from_dict({"of": values}, on_mixed_types="use_json")
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):  # which quotes a value
+        return datasets.Json()
+    return rows.features["of"]
 
 
 def _encoded(value: Any, feature: Any) -> Any:

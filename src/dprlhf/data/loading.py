@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf import recipe
+from dprlhf.data.columns import answer_columns
 from dprlhf.data.file_formats import (
     FORMATS,
     own_cache,
@@ -176,8 +177,8 @@ _WITHOUT_TYPES = ("csv", "json", "text")
 
 
 def _texts(spec: recipe.Data) -> set[str]:
-    """Return the columns that are texts whatever they hold: prompts, and the names of users."""
-    return {spec.prompt_column, *spec.owners}
+    """Return the columns that are texts whatever they hold: of users' names, and what is read."""
+    return {spec.prompt_column, *spec.owners, *answer_columns(spec)}
 
 
 def _read_split(builder: Any, spec: recipe.Data) -> Any:

@@ -92,6 +92,24 @@ def storable(value: Any) -> Any:
     return str(value) if isinstance(value, uuid.UUID) else value
 
 
+def spelt(value: Any) -> Any:
+    """Return the truth value or number that a text spells; anything else as it is.
+
+    Where one field of a CSV column is neither, all its fields are texts. So what a row says is read
+    from its own field, and does not change with another user's.
+
+    >>> spelt("True"), spelt(" 1"), spelt("-0.5"), spelt("spam"), spelt("inf")
+    (True, 1, -0.5, 'spam', 'inf')
+    """
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
+        return int(text)
+    number = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?"
+    return float(text) if re.fullmatch(number, text, re.ASCII) else value
+
+
 def written(value: Any) -> str:
     """Return a name as text: 17, 17.0 (a column with gaps), "17", "+17" and "017" are one user.
 

@@ -21,11 +21,15 @@ from dprlhf.boundary import Private
 from dprlhf.data.columns import (
     MOST_BYTES,
     ROWS_AT_ONCE,
+    answer_columns,
+    bounded_images,
     bytes_of,
     check_decodable,
     check_readable,
     is_json,
     is_text,
+    listed_names,
+    parts_of,
 )
 from dprlhf.data.messages import TEMPLATE_COLUMNS
 from dprlhf.data.spelling import hash_of, known_as, plain, undo_arrow_unification, written
@@ -145,7 +149,7 @@ class Users:
             if wanted and column is not None and column not in rows.column_names:
                 raise DprlhfError(
                     f"data {spec.path!r}: there is no column {column!r} ({key}); the columns are"
-                    f" {', '.join(rows.column_names)}"
+                    f" {listed_names(rows.column_names)}"
                 )
             if column in self._columns and key not in ("user_column", "label_column"):
                 check_readable(rows, column, f"data {spec.path!r}: {key}")
@@ -200,7 +204,7 @@ class Users:
         if self.with_prompts and self._spec.user_column is None:
             names = sorted(rows.column_names)
             rows = rows.with_format("arrow")  # an image, say, would be decoded to an object
-        if self._too_large.any():  # what is nested too deep cannot be decoded
+        if self._too_large.any() or not self.with_prompts:  # not all can be decoded
             rows = rows.with_format("arrow")
         for batch in rows.select_columns(names).iter(batch_size=1000):
             values = batch.to_pydict() if isinstance(batch, pa.Table) else batch
@@ -291,7 +295,7 @@ class Users:
             rows = self._of_bounded_size(rows)
             named = [self._spec.prompt_column] if self.with_prompts else []
         columns = named or sorted(self._columns)
-        for batch in rows.select_columns(columns).iter(batch_size=ROWS_AT_ONCE):
+        for batch in _undecoded(rows, columns):
             if named:
                 yield [value for column in named for value in batch[column] if value is not None]
             else:
@@ -322,7 +326,7 @@ class Users:
             texts = sorted(set(texts) - {"environment", *owners})
         named = [column for column in owners if column in rows.column_names]
         hashes: dict[str, list[NDArray[np.uint64]]] = {"text": [], "prompt": [], "user": []}
-        for batch in rows.select_columns([*texts, *named]).iter(batch_size=ROWS_AT_ONCE):
+        for batch in _undecoded(rows, [*texts, *named]):
             whole = zip(*(batch[c] for c in texts), strict=True)
             seen = {"text": [plain(list(row)) for row in whole]}
             if spec.prompt_words is not None and self.with_prompts:
@@ -341,7 +345,9 @@ class Users:
         both = [
             one._given.with_format("arrow").iter(batch_size=ROWS_AT_ONCE) for one in (self, other)
         ]
-        return all(a.equals(b) for a, b in zip(*both, strict=True))
+        # As text, in which a NaN equals a NaN.
+        pairs = zip(*both, strict=True)
+        return all(a.equals(b) or repr(a.to_pydict()) == repr(b.to_pydict()) for a, b in pairs)
 
     def select(self, users: NDArray[np.int64], *, missing: bool = True) -> Prompts:
         """Return the prompts of some users, of each the first ``max_prompts_per_user``.
@@ -355,18 +361,26 @@ class Users:
         return np.repeat(users, self._kept[users]), _counting_up(self._kept[users])
 
     def _read(
-        self, owners: NDArray[np.int64], slots: NDArray[np.int64], *, missing: bool
+        self,
+        owners: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        *,
+        missing: bool,
+        columns: list[str] | None = None,  # None for all of them
     ) -> Prompts:
         places = self._places(owners, slots)
         if self._too_large[places].any():
             raise DprlhfError(
                 f"a row takes more than {MOST_BYTES:,} bytes, or has lists in lists too deep"
             )
-        read = self._rows[places]
+        with bounded_images():
+            read = (self._rows if columns is None else self._rows.select_columns(columns))[places]
         rows = {
             name: [undo_arrow_unification(value) for value in values]
             for name, values in read.items()
         }
+        for name in answer_columns(self._spec) & rows.keys():
+            rows[name] = [v if v is None or isinstance(v, list) else str(v) for v in rows[name]]
         if not self.with_prompts:
             empty: list[Prompt] = [[{"role": "user", "content": ""}] for _ in slots]
             return Prompts(empty, owners, slots, rows, in_rows=False)
@@ -439,11 +453,17 @@ class Users:
         if not self.with_prompts:  # what an environment returns is not known before it runs
             return Counter()
         try:
-            given = self._rows[self._places(owners, slots)][self._spec.prompt_column]
+            # Without what no encoding reads: an image, say, would be decoded.
+            names = [*self._columns, *(c for c in TEMPLATE_COLUMNS if c in self.column_names)]
+            names = list(dict.fromkeys(names))
+            rows = self._rows.select_columns(self._columns)[self._places(owners, slots)]
+            values = zip(*rows.values(), strict=True)
+            lack = np.array([any(v is None or v != v for v in row) for row in values])
+            whole = owners[~lack], slots[~lack]
             return Counter(
-                missing=sum(prompt is None for prompt in given),
-                empty=sum(prompt in ("", []) for prompt in given),
-                cut=sum(cut(self._read(owners, slots, missing=True))),
+                missing=int(lack.sum()),
+                empty=sum(prompt in ("", []) for prompt in rows[self._spec.prompt_column]),
+                cut=0 if lack.all() else sum(cut(self._read(*whole, missing=False, columns=names))),
             )
         except EXITS:
             raise
@@ -459,6 +479,16 @@ class Users:
         """Return the rows of prompts, given by their users and by their number in the user."""
         places: list[int] = self._order[self._starts[owners] + slots].tolist()
         return places
+
+
+def _undecoded(rows: Any, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
+    """Yield the values of columns in parts of the rows; an image, say, as its bytes."""
+    kinds = rows.features
+    rows = rows.select_columns(columns)
+    if any(getattr(part, "decode", False) for name in columns for part in parts_of(kinds[name])):
+        rows = rows.with_format("arrow")
+    for batch in rows.iter(batch_size=ROWS_AT_ONCE):
+        yield batch.to_pydict() if isinstance(batch, pa.Table) else batch
 
 
 def _too_large(rows: Any) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dprlhf.data.given_rewards import BY_TURN, PER_USER, declares, is_model
+from dprlhf.data.spelling import spelt
 from dprlhf.errors import EXITS, nearest, one_line
 
 
@@ -297,7 +298,12 @@ def _listed(answer: Any) -> list[Any] | None:
 
 
 def _product(answer: object, factor: object) -> float | Failure | None:
-    value, by = parse_answer(answer), parse_answer(factor)
+    """Return an answer times a factor, which another row's stray word makes a text.
+
+    >>> _product(2.0, 0.5), _product(2, " 0.5"), _product(2.0, "none")
+    (1.0, 1.0, Failure(kind='str'))
+    """
+    value, by = parse_answer(answer), parse_answer(spelt(factor))
     if isinstance(value, float) and isinstance(by, float):
         return parse_answer(value * by)
     return next((part for part in (value, by) if isinstance(part, Failure)), None)

@@ -257,7 +257,7 @@ def left_out(users: Users, cut: Callable[[Prompts], Sequence[bool]], most: int) 
         "unmatched": "of people of whom one is a user with somebody else (data.user_column): left"
         " out",
         "beyond": f"beyond the first {most} of their user (data.max_prompts_per_user): left out",
-        "missing": "without a prompt: they contribute nothing",
+        "missing": "without a prompt, or another value that is read: they contribute nothing",
         "unreadable": "that cannot be read, as where the chat template refuses a conversation, or"
         f" of more than {MOST_BYTES:,} bytes: they contribute nothing",
         "empty": "empty: only a start token is read",

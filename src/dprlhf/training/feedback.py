@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, Released
 from dprlhf.data.columns import called, is_json, is_text
+from dprlhf.data.spelling import spelt
 from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clipped_vectors
@@ -269,8 +270,7 @@ def reaction(value: Any, column: str) -> float:
 
     A file with a stray word in this column has texts throughout, so texts are read, too.
     """
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        value = value.strip().lower() == "true"
+    value = spelt(value)
     if isinstance(value, bool):
         return 1.0 if value else -1.0
     number = _number(value)
@@ -293,9 +293,10 @@ def log_probability(value: Any, column: str) -> float:
 
 def _number(value: Any) -> float | None:
     """Return a finite number, also one that is written as text; None for anything else."""
+    value = spelt(value)
     try:
-        number = float(value) if isinstance(value, int | float | str) else math.nan
-    except (ValueError, OverflowError):
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
         return None
     return number if math.isfinite(number) else None
 

@@ -216,7 +216,8 @@ class Reinforcement:
             )
         self.public = evaluated(recipe, prepared.public)
         self.known = self.public or neutral_prompts(
-            conversations=users.conversations, in_rows=users.with_prompts
+            conversations=users.conversations and policy.tokenizer.chat_template is not None,
+            in_rows=users.with_prompts,
         )
         start_adapter(policy, recipe, prepared.public, prepared.guides)
         self.rows_a_user = rollout.responses

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
+from dprlhf.data.spelling import spelt
 from dprlhf.data.users import Prompts, Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
@@ -30,7 +31,8 @@ from dprlhf.rollout.logprobs import token_logprobs
 
 def check_template(data: recipe.Data, users: Users, policy: CausalLMPolicy) -> None:
     """Check that the tokenizer has a chat template if the data are conversations."""
-    if users.conversations and policy.tokenizer.chat_template is None:
+    # Where a row may be either, the texts are read, and the others one by one are not.
+    if users.conversations and not users.mixes_kinds and policy.tokenizer.chat_template is None:
         raise DprlhfError(
             f"data.prompt_column {data.prompt_column!r} holds conversations, and the policy's"
             " tokenizer has no chat template: take an instruction-tuned model, or give text"
@@ -318,6 +320,9 @@ class Labels:
 
     def lengths(self, model: CausalLMPolicy, examples: Prompts) -> Lengths:
         """Return the tokens of each text."""
+        assert self._data.label_column is not None
+        for label in examples.columns[self._data.label_column]:
+            self.number(label)
         return {"max_tokens": [len(text) for text in self._texts(model, examples, _WHOLE)]}
 
     def _texts(self, model: CausalLMPolicy, examples: Prompts, most: int) -> list[list[int]]:
@@ -333,10 +338,11 @@ class Labels:
         """
         if label in self._labels:
             return self._labels.index(label)
+        label = spelt(label)
         numbers = {float(name): n for n, name in enumerate(self._labels) if _NUMBER.fullmatch(name)}
-        spelt = [name.lower() for name in self._labels]
-        if isinstance(label, bool) and str(label).lower() in spelt:
-            return spelt.index(str(label).lower())
+        lower = [name.lower() for name in self._labels]
+        if isinstance(label, bool) and str(label).lower() in lower:
+            return lower.index(str(label).lower())
         if isinstance(label, int | float) and numbers and label in numbers:
             return numbers[label]
         if isinstance(label, int | float) and not numbers and label in range(len(self._labels)):

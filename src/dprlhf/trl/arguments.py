@@ -17,6 +17,7 @@ from peft import PeftModel
 from trl.chat_template_utils import add_response_schema
 
 from dprlhf.agents.rewards import ENVIRONMENT_REWARD, environment_reward, rewarding
+from dprlhf.data.columns import listed_names
 from dprlhf.data.given_rewards import GivenReward, is_model
 from dprlhf.data.given_rows import rows_from
 from dprlhf.data.reward_arguments import given_rewards
@@ -56,7 +57,7 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
     if not len(rows):
         raise DprlhfError(f"{name}: there are no rows")
     if "prompt" not in rows.column_names and not may_lack_prompts:
-        names = ", ".join(rows.column_names)
+        names = listed_names(rows.column_names)
         raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {names}")
     if images := [column for column in rows.column_names if column in ("image", "images")]:
         raise DprlhfError(
