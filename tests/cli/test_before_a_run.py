@@ -101,9 +101,7 @@ class TestInit:
         assert ("'user_id' looks like the name of a user" in done.output) is hint
 
     @pytest.mark.parametrize(("answer", "column"), [("", "user_id"), ("y", "user_id"), ("n", None)])
-    def test_such_a_column_is_asked_about(
-        self, here: Path, answer: str, column: str | None
-    ) -> None:
+    def test_such_a_column_is_asked_about(self, here, answer, column):
         (here / "private.csv").write_text("prompt,user_id\na,ada\nb,ben\n")
         done = call("init", answers=f"gpt2\nprivate.csv\n\norg/toxicity\n\n\n{answer}\n")
         assert done.exit_code == 0, done.output

@@ -14,7 +14,7 @@ from dprlhf.policies.activations import RIDGE, align_with_activations
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.loading import make_policy
 from dprlhf.recipe import Adapter
-from helpers import tiny
+from helpers import families, tiny
 from helpers.recipes import least
 from helpers.runs import train
 
@@ -96,6 +96,19 @@ def test_the_discriminants_are_those_of_the_generalised_eigenproblem(kinds: str)
     # Along it the inputs are as long as along the leading direction of the row's former length.
     top = np.linalg.svd(inputs)[1][0] / np.sqrt(len(inputs))
     assert np.sqrt(np.mean((inputs @ made) ** 2)) == pytest.approx(top * length, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["opt", "mixtral", "bert"])
+def test_a_layer_that_reads_its_input_otherwise_keeps_its_start_or_follows(kind: str) -> None:
+    """OPT's inputs are flat, experts read their weights uncalled, BERT's head the last tokens."""
+    policy = families.policy(kind)
+    start = {n: p.clone() for n, p in policy.model.named_parameters() if ".lora_A." in n}
+    tokens = torch.randint(1, 200, (6, 10), generator=torch.Generator().manual_seed(0))
+    align_with_activations(policy, tokens, torch.ones_like(tokens), 3)
+    own = dict(policy.model.named_parameters())
+    moved = [n for n, before in start.items() if not torch.equal(own[n], before)]
+    assert any("q_proj" in n or "query" in n for n in moved)
+    assert all(bool(own[n].isfinite().all()) for n in start)
 
 
 CONTRAST = {

@@ -1,5 +1,6 @@
 """What is tried before the first charge: the largest shapes, and that no row moves another."""
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,13 @@ def test_log_probabilities_are_checked_where_users_contributions_depend_on_them(
         dprlhf.train(**run_settings(model, **fixed | changes), output_dir=tmp_path / "run")
     assert checked == [read]
     assert bool(calls) == read
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_ppo_refuses_what_its_copies_do_not_reach(kind: str, fits: bool) -> None:
+    """Experts' LoRA is read, not called: it had no move, and noise in a run with a guarantee."""
+    with contextlib.nullcontext() if fits else pytest.raises(DprlhfError, match=r"'.*experts.*'"):
+        check(families.policy(kind), shapes_of("ppo"))
 
 
 @pytest.mark.parametrize("init", ["random", "public-activations"])

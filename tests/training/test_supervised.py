@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
@@ -535,6 +536,9 @@ def test_an_end_that_the_tokenizer_adds_is_learnt_behind_the_completion_alone() 
     assert classifier_tokens(plain, ["hi"], ["hi"], whole=False, max_tokens=9) == [
         start + texts[0] + end
     ]
+    inner.normalizer = Replace("a", "")  # an alphabet without it, as of proteins
+    vars(trained).pop("_added_behind")
+    assert trained.encode(["hi"], 6) == [start + texts[0]]
 
 
 @pytest.mark.parametrize(
@@ -632,6 +636,14 @@ def refused(spec: recipe.AnyRecipe, match: str, **given: Any) -> str:
 
 def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
+
+
+def test_a_padding_token_without_an_embedding_is_replaced_for_reward_models(tmp_path: Path) -> None:
+    made = tiny.tokenizer()
+    made.add_special_tokens({"pad_token": "[PAD]"})
+    made.save_pretrained(tiny.save(tmp_path / "base"))
+    reward = load_reward_model(recipe.Policy(model_name_or_path=str(tmp_path / "base")), None)
+    assert reward.tokenizer.pad_token == made.eos_token
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

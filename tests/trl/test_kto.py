@@ -77,9 +77,8 @@ def test_the_loss_of_init_brings_its_defaults_and_needs_public_rows() -> None:
 
 def test_a_subspace_on_a_command_line_is_json() -> None:
     words = ["--output_dir=x", "--privacy_epsilon=4", "--privacy_subspace", '{"rank": 4}']
-    assert trl.TrlParser(PrivateKTOConfig).parse_args_and_config(words)[0].privacy_subspace == {
-        "rank": 4
-    }
+    (made,) = trl.TrlParser(PrivateKTOConfig).parse_args_and_config(words)
+    assert made.privacy_subspace == {"rank": 4}
 
 
 def test_evaluations_need_public_rows_and_a_stop_needs_evaluations(model, tmp_path) -> None:

@@ -197,7 +197,7 @@ def _memory(loaded: Any, gigabytes: float, as_json: bool) -> str:
     return "\n".join([*lines, f"within {USED:.0%} of {gigabytes:g} GB: {fits}"])
 
 
-def refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Refuse an option that the call would not use, in place of ignoring it."""
     for name in names:
         source = context.get_parameter_source(name)

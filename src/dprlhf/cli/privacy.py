@@ -196,10 +196,7 @@ def privacy_total(
     typer.echo(f"total: epsilon = {shown} at delta = {cost.delta:g} ({cost.accountant})")
 
 
-_OF_A_PLAN = (
-    "rounds", "noise_multiplier", "partition", "adjacency", "participations", "releases_per_round",
-    "bands",
-)  # fmt: skip
+_PLAN = "rounds noise_multiplier partition adjacency participations releases_per_round bands"
 
 
 @privacy.command("risk")
@@ -240,7 +237,7 @@ def privacy_risk(
     from dprlhf.runs.earlier import risk_of, total_of_runs
 
     if runs:
-        refuse(context, _OF_A_PLAN, "is that of the runs: leave it out")
+        refuse(context, _PLAN.split(), "is that of the runs: leave it out")
         records, _ = total_of_runs(runs, delta=delta)
         measured = risk_of(records, delta, prior=prior, people=people)
     elif rounds is None or noise_multiplier is None or delta is None:

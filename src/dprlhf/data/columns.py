@@ -41,13 +41,11 @@ def listed_names(names: Sequence[str]) -> str:
     """Return columns' names for a message, but for those of a file whose first row is no header.
 
     >>> listed_names(["prompt", "user_id"]), listed_names(["u17", "I have hepatitis, what now?"])
-    ('prompt, user_id', 'u17, and 1 that looks like no name (is the first row a header?)')
+    ('prompt, user_id', 'u17, and 1 with no usual name (is the first row a header?)')
     """
     plain = [name for name in names if re.fullmatch(r"[\w.:/-]{1,40}( [\w.:/-]{1,12})?", name)]
-    others = len(names) - len(plain)
-    looks = "that looks" if others == 1 else "that look"
-    more = [f"and {others} {looks} like no name (is the first row a header?)"] if others else []
-    return ", ".join([*plain, *more])
+    others = f"and {len(names) - len(plain)} with no usual name (is the first row a header?)"
+    return ", ".join(plain + [others] * (len(plain) < len(names)))
 
 
 _PERSONS = {

@@ -203,7 +203,7 @@ def choose_engine(
     batch = next(micro_batches(responses, batch_size, alone=engine.alone))
     part = next(batch.passes())
     users = part.users[part.users >= 0].tolist()  # those of made-up rows come first
-    each = [_autograd(policy, responses, weights, part, user) for user in users]
+    each = [autograd_of_user(policy, responses, weights, part, user) for user in users]
     if engine.alone:
         return
     factors = torch.zeros(len(part.users), dtype=torch.float64)
@@ -219,14 +219,14 @@ def choose_engine(
         policy.one_user_a_pass = one_line(error)
         return
     expected = sum((c * g for c, g in zip(factors, each, strict=False)), torch.zeros_like(total))
-    if name := _disagreement(policy, total, expected):
+    if name := disagreement(policy, total, expected):
         policy.one_user_a_pass = f"autograd disagrees with the rule for '{name}'"
     own = torch.stack([gradient.norm().cpu() for gradient in each])
     if not torch.allclose(norms[: len(each)], own, rtol=_tolerances(policy)[0], atol=0.0):
         policy.one_user_a_pass = policy.one_user_a_pass or "autograd disagrees with a user's norm"
 
 
-def _autograd(
+def autograd_of_user(
     policy: CausalLMPolicy,
     responses: Responses,
     weights: NDArray[np.float64],
@@ -290,7 +290,7 @@ def _tolerances(policy: CausalLMPolicy) -> tuple[float, float]:
     return (0.1, 2e-2) if half else (1e-2, 1e-4)
 
 
-def _disagreement(
+def disagreement(
     policy: CausalLMPolicy, actual: torch.Tensor, expected: torch.Tensor
 ) -> str | None:
     """Return the parameter whose part of the gradient is another; None where all agree."""

@@ -37,8 +37,8 @@ def align_with_activations(
     labels = torch.tensor([names.index(name) for name in classes or [""] * len(tokens)])
     layers = {n: m for n, m in policy.model.named_modules() if ".lora_A." in n}
     moments = _input_moments(policy, layers, tokens, mask, labels, batch_size)
-    for name, layer in layers.items():
-        moment, rank = moments[name], layer.weight.shape[0]
+    for name, moment in moments.items():  # a layer that is not called keeps its start
+        layer, rank = layers[name], layers[name].weight.shape[0]
         if not bool(moment.squares.isfinite().all()):
             continue  # made-up rows, which are tried next, show it as well, and that is refused
         directions = moment.principal(rank) if classes is None else moment.discriminants(rank)
@@ -103,9 +103,9 @@ def _input_moments(
 
     def capture(name: str) -> Any:
         def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-            if inputs[0].dim() == 2:
-                return  # DoRA multiplies A by the identity to take the merged weight's norm
-            x = inputs[0][real].double()
+            if inputs[0].shape[:-1].numel() != real.numel():
+                return  # not of these tokens: DoRA's identity, or a head that reads the last ones
+            x = inputs[0].reshape(*real.shape, -1)[real].double()
             if name not in moments:
                 sizes = (classes,), (classes, x.shape[1]), (x.shape[1], x.shape[1])
                 moments[name] = _Moments(*(x.new_zeros(size) for size in sizes))

@@ -64,6 +64,11 @@ def add_adapter(
     for name, parameter in adapted.named_parameters():
         if adapter.type == "ffa-lora" and ".lora_A." in name:
             parameter.requires_grad_(False)
+        if adapter.type == "ffa-lora" and ".lora_embedding_A." in name:
+            raise DprlhfError(
+                "policy.adapter.type ffa-lora: an embedding's A starts at zero, and would stay"
+                " there: leave embeddings out of target_modules, or take lora"
+            )
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -232,7 +237,7 @@ def _projections(model: Any, adapter: recipe.Adapter) -> list[str] | str | None:
         # PEFT takes the word without layers only.
         return _linear_names(model, without=model.get_output_embeddings())
     if adapter.target_modules is not None or model.config.model_type in known:
-        return adapter.target_modules
+        return adapter.target_modules or known[model.config.model_type]
     for names in _QUERY_AND_VALUE:
         if set(names) <= set(layers):
             return list(names)

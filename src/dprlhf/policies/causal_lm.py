@@ -211,9 +211,14 @@ class CausalLMPolicy:
     @cached_property
     def _added_behind(self) -> int:
         """How many special tokens the tokenizer puts behind a text."""
-        text, whole = (
-            self.tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True)
-        )
+        for probe in ("a", "A", "1"):  # of letters alone, or of capitals; for "" nothing is known
+            text, whole = (
+                self.tokenizer(probe, add_special_tokens=own)["input_ids"] for own in (False, True)
+            )
+            if text:
+                break
+        else:
+            return 0
         places = range(len(whole) - len(text) + 1)
         return next((n for n in places if whole[: len(whole) - n][-len(text) :] == text), 0)
 

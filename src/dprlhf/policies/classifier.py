@@ -14,6 +14,7 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Replay
+from dprlhf.policies.loading import choose_padding
 
 
 class RewardModel(CausalLMPolicy):
@@ -77,8 +78,7 @@ def load_reward_model(
         raise DprlhfError(
             f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
         ) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.truncation_side = "left" if labels is None else "right"
     model.config.get_text_config().pad_token_id = (
         tokenizer.pad_token_id
@@ -119,6 +119,11 @@ def load_classifier(
             output_loading_info=True,
             **head,
             **pinned(spec.model_name_or_path, spec.revision, "model.revision"),
+        )
+    if model.config.is_encoder_decoder:
+        raise DprlhfError(
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: an encoder-decoder cannot be a"
+            " reward model here: take an encoder, or a causal language model"
         )
     new = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     return model, sorted({name.rpartition(".")[0] for name in new})

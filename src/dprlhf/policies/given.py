@@ -97,6 +97,8 @@ def config_of(fields: dict[str, Any], model: Any) -> Any:
             f" {', '.join(sorted(types))}"
         )
     config = types[name](**{key: value for key, value in fields.items() if key != "peft_type"})
+    if isinstance(start := getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = start.lower()  # as PEFT reads it
     reason = _REFUSED.get(name)
     if config.is_prompt_learning:
         reason = "its learnt tokens stand before a prompt, which sampling does not know: take LORA"
@@ -104,6 +106,10 @@ def config_of(fields: dict[str, Any], model: Any) -> Any:
         reason = "alora_invocation_tokens decides by the text before, which sampling does not know"
     elif getattr(config, "layer_replication", None):
         reason = "layer_replication makes another base model"
+    elif getattr(config, "bias", "none") != "none":
+        reason = "bias trains weights of the base, which stay without the adapter: leave it out"
+    elif getattr(config, "ensure_weight_tying", False):
+        reason = "ensure_weight_tying adapts a layer that PEFT does not save: leave it out"
     elif "_niter_" in str(getattr(config, "init_lora_weights", True)):
         reason = (
             f"init_lora_weights {config.init_lora_weights} is drawn again at loading: take pissa"

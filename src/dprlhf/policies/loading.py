@@ -116,7 +116,7 @@ def make_policy(
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    _choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
+    choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.padding_side = "left"
     refuse_mixing(model, alone=True)  # before PEFT says what such a model has no default for
     if adapter.type == "full":
@@ -127,7 +127,7 @@ def make_policy(
     return CausalLMPolicy(adapted, tokenizer, temperature)
 
 
-def _choose_padding(tokenizer: Any, vocabulary: int) -> None:
+def choose_padding(tokenizer: Any, vocabulary: int) -> None:
     """Give a tokenizer a padding token that the model has an embedding for."""
     # One that was added to the tokenizer alone has none. Padding is masked: any special token does.
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < vocabulary:

@@ -21,6 +21,7 @@ that starts at zero would hide its own rounding. The proof, and what the check c
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,10 @@ from dprlhf.data.users import Prompts
 from dprlhf.errors import DprlhfError
 from dprlhf.gradients.clipping import clip_factors
 from dprlhf.gradients.micro_batches import (
+    autograd_of_user,
     check_padding,
     choose_engine,
+    disagreement,
     engine_of,
     micro_batches,
     run_pass,
@@ -220,8 +223,33 @@ def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
     rows = _made_up(policy, shapes, [0, 2], 1, shapes.few)
     check_padding(policy, rows)
     if isinstance(shapes.update, recipe.PPO):
-        return  # it trains copies of its own, of layers that it knows
+        _check_copies(policy, rows, shapes.update)
+        return
     choose_engine(policy, rows, _weights(rows), shapes.update.batch_size)
+
+
+def _check_copies(policy: CausalLMPolicy, rows: Responses, update: recipe.PPO) -> None:
+    """Refuse PPO where its copies are not what the model reads: they would get noise alone.
+
+    Experts, for example, read the weights of their LoRA and never call it.
+    """
+    from dprlhf.updates.ppo import LOCAL_LEARNING_RATE, train_copies
+
+    weights, alone = _weights(rows), policy.mixes_rows is not None
+    batch = next(micro_batches(rows, update.batch_size, alone=alone))
+    once = update.model_copy(update={"epochs": 1, "clip_range": None})
+    of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
+    moves = train_copies(policy, rows, of_tokens, batch, once, math.inf) / LOCAL_LEARNING_RATE
+    for user, move in zip(batch.users.tolist(), moves, strict=True):
+        if user < 0:
+            continue
+        passes = [autograd_of_user(policy, rows, weights, one, user) for one in batch.passes()]
+        expected = torch.stack(passes).sum(0)
+        if name := disagreement(policy, move.to(expected), expected):
+            raise DprlhfError(
+                f"update.name ppo trains a copy of the adapter for each user, and the model reads"
+                f" {name!r} without calling it: choose other target_modules, or take pg or grpo"
+            )
 
 
 def gradients_of(policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None]) -> Values:
