@@ -47,7 +47,7 @@ def generate(
     hush_libraries()
     given = prompts
     if isinstance(prompts, Iterable) and not isinstance(prompts, str):
-        given = list(prompts)  # a generator is read once
+        given = storable(list(prompts))  # a generator is read once
     # A text is a sequence of characters, and a conversation one of messages.
     wrong = isinstance(given, list) and any(isinstance(one, Mapping) for one in given)
     if wrong or not isinstance(given, list | Path):
@@ -70,7 +70,7 @@ def generate(
     policy = load_policy_of(recipe)
     load_tuned(checkpoint, policy)
     policy.model.to(Processes.connect().device)
-    asked = in_memory_prompts(storable(given))
+    asked = in_memory_prompts(given)
     # The run's batches may have a thousand rows; these need what they fill.
     one = public_sampling_settings(recipe.rollout, len(asked), 1)
     one = one.model_copy(update={"backend": "transformers"})

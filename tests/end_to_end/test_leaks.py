@@ -50,9 +50,7 @@ def test_a_planted_leak_is_found(name: str, runs: Path) -> None:
 def test_the_canaries_were_there(runs: Path) -> None:
     """The runs went as far as they should, and secret/ holds what the search would have found."""
     status = {name: (runs / name / "status").read_text() for name in (*SILENT, *leaks.PLANTED)}
-    assert {n for n, s in status.items() if s == "2"} == {
-        "a-conversation-among-texts", "a-row-without-a-user", *leaks.FAILURES,
-    }  # fmt: skip
+    assert {n for n, s in status.items() if s == "2"} == {"a-row-without-a-user", *leaks.FAILURES}
     assert {n for n, s in status.items() if s == "1"} == {"an-exception-with-its-text"}
     said = (runs / "a-careless-reward/run/secret/reward-output.txt").read_text()
     for text in ("scoring", "odd prompts", "cannot score", leaks.TEXT):

@@ -294,7 +294,7 @@ def log_probability(value: Any, column: str) -> float:
 def _number(value: Any) -> float | None:
     """Return a finite number, also one that is written as text; None for anything else."""
     value = spelt(value)
-    number = float(value) if isinstance(value, int | float) else math.nan
+    number = float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
     return number if math.isfinite(number) else None
 
 
