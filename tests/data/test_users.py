@@ -428,7 +428,7 @@ def test_a_first_row_that_is_no_header_is_not_quoted(tmp_path: Path) -> None:
     file.write_text("u17,My doctor says: SECRET\nu18,x\n")
     with pytest.raises(DprlhfError, match="there is no column 'prompt'") as refused:
         Users(load_rows(Data(path=str(file))), Data(path=str(file)))
-    assert "SECRET" not in str(refused.value)
+    assert not any(word in str(refused.value) for word in ("SECRET", "u17"))
 
 
 def test_the_same_rows_are_the_same_whatever_is_no_number() -> None:

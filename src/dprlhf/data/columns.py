@@ -38,14 +38,14 @@ def answer_columns(spec: Any) -> set[str]:
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Return columns' names for a message, but for those of a file whose first row is no header.
+    """Return columns' names for a message; none where the first row may be a user's, no header.
 
     >>> listed_names(["prompt", "user_id"]), listed_names(["u17", "I have hepatitis, what now?"])
-    ('prompt, user_id', 'u17, and 1 with no usual name (is the first row a header?)')
+    ('prompt, user_id', 'not shown: some are no usual names (is the first row a header?)')
     """
-    plain = [name for name in names if re.fullmatch(r"[\w.:/-]{1,40}( [\w.:/-]{1,12})?", name)]
-    others = f"and {len(names) - len(plain)} with no usual name (is the first row a header?)"
-    return ", ".join(plain + [others] * (len(plain) < len(names)))
+    if all(re.fullmatch(r"[\w.:/-]{1,40}( [\w.:/-]{1,12})?", name) for name in names):
+        return ", ".join(names)
+    return "not shown: some are no usual names (is the first row a header?)"
 
 
 _PERSONS = {
@@ -150,9 +150,8 @@ MOST_PIXELS = 2**24
 @contextlib.contextmanager
 def bounded_images() -> Iterator[None]:
     """Refuse images of more than ``MOST_PIXELS`` inside the context: their rows cannot be read."""
-    pillow: Any = sys.modules.get(
-        "PIL.Image"
-    )  # :func:`check_decodable` has loaded it, if it is needed
+    # :func:`check_decodable` has loaded it, if there is a column of images.
+    pillow: Any = sys.modules.get("PIL.Image")
     if pillow is None:
         yield
         return
