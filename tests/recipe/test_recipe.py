@@ -62,6 +62,8 @@ def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> Non
     assert len(message) < 200
     assert "a DataFrame" in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
     assert "CANARY" not in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+    message = refusal(settings(rollout__temperature=1e-300))
+    assert message == "rollout.temperature: Input should be between 1e-30 and 1e30, not 1e-300"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,7 @@ def test_a_changed_setting_that_changes_nothing_is_told(changes, expected):
 
 
 UNREADABLE = ["2024-99-99", "!!int x", "!!int ''", "!!bool maybe", "!!timestamp x", "0x_", "[a"]
+UNREADABLE += ["[" * 500, "&a [*a]"]
 """Values that YAML's own types refuse, each with an error of its own."""
 
 
@@ -229,6 +232,20 @@ def test_what_yaml_cannot_read(text: str, tmp_path: Path) -> None:
         with pytest.raises(DprlhfError, match="not valid YAML") as caught:
             load_any_recipe(file, overrides)
         assert "\n" not in str(caught.value)
+
+
+def test_an_alias_is_a_copy(tmp_path: Path) -> None:
+    """An override of one place changes no other, and no merged key is one that is given twice."""
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe_settings())
+        + "evaluation: {data: &d {<<: {path: b, split: test}, path: a}}\n"
+        + "update: {subspace: {data: *d}}\ntracking: {<<: {report_to: none}}\n"
+    )
+    made = load_recipe(tmp_path / "recipe.yaml", ["update.subspace.data.path=c"])
+    assert made.evaluation is not None
+    assert made.update.subspace is not None
+    assert made.update.subspace.data is not None
+    assert (made.evaluation.data.path, made.update.subspace.data.path) == ("a", "c")
 
 
 @pytest.mark.parametrize("text", ["[a]", "{a: b}", "2024-01-01"])

@@ -230,7 +230,7 @@ def make_plan(
         )
     mechanism, guarantee = _cost(mechanism, math.inf if baseline else epsilon, delta)
     z = mechanism.noise_multiplier
-    if not baseline and not sys.float_info.min <= z * clip_norm < math.inf:
+    if not baseline and not sys.float_info.min <= z * clip_norm < 1e100:
         raise DprlhfError(
             f"clip_norm {clip_norm}: its noise, {z:g} times as much, is no ordinary number; scale"
             " the reward or the learning rate instead"

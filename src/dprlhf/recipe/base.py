@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 IN_MEMORY = "in-memory"
 """The path or function name of data and rewards that were passed from Python."""
 
+
+def _within_float32(value: float) -> float:
+    """Refuse a number that a model in float32 could not be multiplied or divided by."""
+    if not 1e-30 <= value <= 1e30:
+        raise ValueError("Input should be between 1e-30 and 1e30")
+    return value
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_within_float32)]
 
 
 @dataclass(frozen=True)

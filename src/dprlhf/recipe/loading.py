@@ -26,22 +26,28 @@ AnyRecipe: typing.TypeAlias = "Recipe | StageRecipe"
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Reads YAML, and refuses a key that a mapping has twice, of which YAML takes the last."""
+    """Reads YAML: refuses a key that a mapping has twice, and makes a copy for each alias."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node whose keys are all different."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a mapping's node, whose keys are all different before others are merged in."""
+        node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise yaml.YAMLError(f"the key {twice!r} is given twice")
-        return super().construct_mapping(node, deep)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return a node's value, made anew: an override of one place changes no other."""
+        self.constructed_objects.pop(node, None)
+        return super().construct_object(node, deep=True)
 
     def get_single_data(self) -> Any:
         """Return the value of the whole text."""
         try:
             return super().get_single_data()
-        except (TypeError, ValueError, LookupError, AttributeError) as error:  # as of 2024-99-99
-            raise yaml.YAMLError(str(error)) from None
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise yaml.YAMLError(str(error)) from None  # as of 2024-99-99
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -78,27 +84,7 @@ def recipe_from(
     settings: dict[str, Any], overrides: Sequence[str], *, source: str, stage: str | None = None
 ) -> AnyRecipe:
     """Apply overrides to settings, in place, and return the recipe of their stage."""
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise DprlhfError(f"override '{override}': write section.key=value")
-        *parents, last = key.split(".")
-        node: Any = settings
-        for parent in parents:
-            child = (
-                _item(node, parent, key) if isinstance(node, list) else node.setdefault(parent, {})
-            )
-            if child is None:
-                child = node[int(parent) if isinstance(node, list) else parent] = {}
-            if not isinstance(child, dict | list):
-                raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
-            node = child
-        value = _parse(text, override)
-        if isinstance(node, list):
-            _item(node, last, key)
-            node[int(last)] = value
-        else:
-            node[last] = value
+    apply_overrides(settings, overrides)
     if stage is not None and "stage" not in settings and "rewards" in settings:
         raise DprlhfError(
             f"{source}: a recipe of private updates: run it with dprlhf train {source}"
@@ -136,10 +122,36 @@ def dump_recipe(recipe: AnyRecipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
-def _item(node: list[Any], index: str, key: str) -> Any:
-    if not index.isdecimal() or int(index) >= len(node):
-        raise DprlhfError(f"override '{key}': '{index}' is not an index of a list of {len(node)}")
-    return node[int(index)]
+def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set the values of ``section.key=value`` texts in place."""
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise DprlhfError(f"override '{override}': write section.key=value")
+        put(settings, key, _parse(text, override))
+
+
+def put(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of ``section.key`` in place; sections on the way may be missing or null."""
+    *parents, last = key.split(".")
+    node: Any = settings
+    for parent in parents:
+        place = _place(node, parent, key)
+        if (node.get(place) if isinstance(node, dict) else node[place]) is None:
+            node[place] = {}
+        node = node[place]
+        if not isinstance(node, dict | list):
+            raise DprlhfError(f"override '{key}': '{parent}' is a single value, not a section")
+    node[_place(node, last, key)] = value
+
+
+def _place(node: Any, part: str, key: str) -> int | str:
+    """Return a part of a key as its section takes it: an index of a list, else itself."""
+    if isinstance(node, dict):
+        return part
+    if not part.isdecimal() or int(part) >= len(node):
+        raise DprlhfError(f"override '{key}': '{part}' is not an index of a list of {len(node)}")
+    return int(part)
 
 
 def _parse(text: str, override: str) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import concatenate_datasets
 
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.loading import load_rows
@@ -64,13 +65,9 @@ def public_rows(
             " told apart by their prompts, also where an environment gives the prompt"
         )
     apart = _prompts_apart(recipe, all_rows if file is None else None, rows)
-    if file is None:
-        fitted, rest = (
-            _range(all_rows, final, final + HELD_OUT),
-            _range(all_rows, final + HELD_OUT, None),
-        )
-    else:
-        fitted, rest = _range(all_rows, 0, HELD_OUT), _range(all_rows, HELD_OUT, None)
+    start = final if file is None else 0
+    fitted = _range(all_rows, start, start + HELD_OUT)
+    rest = _range(all_rows, start + HELD_OUT, len(all_rows))
     new = [i for i, prompt in enumerate(rest[spec.prompt_column]) if str(prompt) not in apart]
     if len(new) < scored + _FEWEST:
         left = f" after the {final} of the evaluation and {HELD_OUT} for fitting" if final else ""
@@ -88,12 +85,11 @@ def public_rows(
         contrasted = CONTRASTED if recipe.policy.adapter.contrast_column is not None else 0
         beside = max(contrasted, subspace.prompts if subspace is not None else 0)
     guides = min(beside, (len(new) - scored) // 2)
+    scoring = [rest.select(order[:scored]), fitted, rest.select(order[scored : scored + guides])]
     return PublicRows(
         spec=spec,
         stand_ins=rest.select(order[scored + guides :]),
-        scoring=_joined(
-            rest.select(order[:scored]), fitted, rest.select(order[scored : scored + guides])
-        ),
+        scoring=concatenate_datasets(scoring),
         scored=scored,
     )
 
@@ -128,12 +124,5 @@ def _prompts_apart(recipe: Recipe, dataset: Any, rows: Any) -> set[str]:
     return apart
 
 
-def _range(rows: Any, start: int, end: int | None) -> Any:
-    last = len(rows) if end is None else min(end, len(rows))
-    return rows.select(range(start, last) if start < last else [])
-
-
-def _joined(*parts: Any) -> Any:
-    import datasets
-
-    return datasets.concatenate_datasets(list(parts))
+def _range(rows: Any, start: int, end: int) -> Any:
+    return rows.select(range(start, max(start, min(end, len(rows)))))

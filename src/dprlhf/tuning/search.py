@@ -21,8 +21,8 @@ import numpy as np
 import yaml
 
 from dprlhf.errors import DprlhfError, extra
-from dprlhf.recipe import Recipe, dump_recipe, load_recipe
-from dprlhf.recipe.loading import read_settings
+from dprlhf.recipe import Recipe, dump_recipe, make_recipe
+from dprlhf.recipe.loading import apply_overrides, put, read_settings
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.tuning.public_rows import PublicRows
 from dprlhf.tuning.space import Parameter, draw, with_settings
@@ -67,7 +67,6 @@ class Tuned:
     stand_ins: int  # Number N′ of stand-ins in a run
     prompts: int  # Number of distinct public prompts that they are drawn from
     scored: int  # Number of other public prompts on which the reward was measured
-    excess: float
 
 
 def ranked(trials: Sequence[Any]) -> list[Tried]:
@@ -111,22 +110,17 @@ _SHOWN = 6
 
 def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Path) -> None:
     """Write the tuned recipe: the keys of the given one, with better values where there are any."""
-    own = load_recipe(source, overrides)
-    keys = [override.partition("=")[0] for override in overrides]
-    changes = {key: _plain(own, key) for key in keys} | tuned.best.changes
-    if "update.name" in tuned.best.changes:  # another update has other settings
-        changes = {k: v for k, v in changes.items() if not k.startswith("update.")}
-        values = tuned.recipe.update.model_dump(mode="json")
-        given = (yaml.safe_load(source.read_text("utf-8")).get("update") or {}).keys()
-        chosen = {key.split(".")[1] for key in [*keys, *tuned.best.changes] if "update." in key}
-        changes["update"] = {key: values[key] for key in values if key in given | chosen}
     lines = [
         line for part in header(tuned).splitlines() for line in textwrap.wrap(part, _WIDTH) or [""]
     ]
     head = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     settings = read_settings(source)
-    for key, value in changes.items():
-        _put(settings, key.split("."), value)
+    apply_overrides(settings, overrides)
+    for key, value in tuned.best.changes.items():
+        put(settings, key, value)
+    if "update.name" in tuned.best.changes:  # another update has other settings
+        values = tuned.recipe.update.model_dump(mode="json")
+        settings["update"] = {k: v for k, v in values.items() if k in settings["update"]}
     text = head + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     if _read(text) != tuned.recipe:  # a spelling of YAML's
         text = head + dump_recipe(tuned.recipe)
@@ -135,17 +129,6 @@ def write_tuned(tuned: Tuned, source: Path, overrides: Sequence[str], output: Pa
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DprlhfError(f"{output}: could not be written ({error.strerror})") from None
-
-
-def _put(node: Any, path: Sequence[str], value: Any) -> None:
-    """Set the value at a path of keys and indices, whose last sections may be missing."""
-    first = int(path[0]) if isinstance(node, list) else path[0]
-    if len(path) == 1:
-        node[first] = value
-        return
-    if isinstance(node, dict) and not isinstance(node.get(first), dict | list):
-        node[first] = {}
-    _put(node[first], path[1:], value)
 
 
 def header(tuned: Tuned) -> str:
@@ -157,7 +140,7 @@ def header(tuned: Tuned) -> str:
         f" stood in for the {tuned.users:,} users"
         + (
             f" ({tuned.stand_ins:,} stand-ins a run at the noise of all, whose sampling adds up to"
-            f" {tuned.excess:.0%} of the noise's variance)"
+            f" {tuned.best.excess:.0%} of the noise's variance)"
             if thinned
             else ""
         )
@@ -178,17 +161,7 @@ def header(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
-def _plain(recipe: Recipe, key: str) -> Any:
-    """Return a key's value in a recipe as JSON has it."""
-    node: Any = recipe.model_dump(mode="json")
-    for part in key.split("."):
-        node = node[int(part)] if isinstance(node, list) else (node or {}).get(part)
-    return node
-
-
 def _read(text: str) -> Recipe | None:
-    from dprlhf.recipe import make_recipe
-
     try:
         return make_recipe(yaml.safe_load(text))
     except (DprlhfError, yaml.YAMLError):
@@ -240,7 +213,12 @@ class Search:
         }
         self._study = self._open(storage, terms, seed)
         kept = self._study.user_attrs.get("stand_ins")
-        self.stand_ins: int = stand_ins or kept or self._affordable()
+        seconds = SEARCH_SHARE * self._seconds / _TRIALS_PLANNED
+        self.stand_ins: int = (
+            stand_ins
+            or kept
+            or affordable(recipe, public, seconds, users=self.users, reward=reward)
+        )
         if kept not in (None, self.stand_ins):
             raise DprlhfError(
                 f"{storage}: its trials have {kept} stand-ins, and their rewards are not to be"
@@ -292,7 +270,6 @@ class Search:
             stand_ins=self.stand_ins,
             prompts=min(self.stand_ins, len(self._public.stand_ins)),
             scored=self._public.scored,
-            excess=best.excess,
         )
 
     # --- trials ---------------------------------------------------------------------------------
@@ -400,12 +377,6 @@ class Search:
         return parameters
 
     # --- time and storage -----------------------------------------------------------------------
-
-    def _affordable(self) -> int:
-        seconds = SEARCH_SHARE * self._seconds / _TRIALS_PLANNED
-        return affordable(
-            self._recipe, self._public, seconds, users=self.users, reward=self._reward
-        )
 
     def _time_for_one(self, share: float) -> bool:
         """Return whether another run of median duration ends within this share of the time."""

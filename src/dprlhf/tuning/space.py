@@ -16,6 +16,7 @@ from dprlhf.errors import DprlhfError, nearest
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import UPDATE_SETTINGS, Recipe, make_recipe
 from dprlhf.recipe.base import values_of
+from dprlhf.recipe.loading import put
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ def _parameter(key: str, recipe: Recipe, own: Recipe) -> Parameter | None:
         return Parameter(key, name, centre, low=centre / search.factor, high=centre * search.factor)
     if current is None and value_at(recipe, key.rpartition(".")[0]) is None:
         return None  # its section is not in the recipe
-    options = {json.dumps(current): current}
-    for value in search.of(own if key != "optimizer.momentum" else recipe):
-        if _accepted(own if key != "optimizer.momentum" else recipe, key, value):
+    options, base = {json.dumps(current): current}, recipe if key == "optimizer.momentum" else own
+    for value in search.of(base):
+        if _accepted(base, key, value):
             options[json.dumps(value)] = value
     choices = tuple(sorted(options))
     return Parameter(key, key, json.dumps(current), choices) if len(choices) > 1 else None
@@ -197,15 +198,10 @@ def with_settings(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some keys; a new update keeps what it has, too."""
     values = values_of(recipe)
     for key, value in changes.items():
-        *sections, last = key.split(".")
-        node = values
-        for section in sections:
-            node = node[section]
+        put(values, key, value)
         if key == "update.name" and value in UPDATE_SETTINGS:
             known = UPDATE_SETTINGS[value].model_fields
-            values["update"] = {k: v for k, v in node.items() if k in known} | {"name": value}
-        else:
-            node[last] = value
+            values["update"] = {k: v for k, v in values["update"].items() if k in known}
     return make_recipe(values, source="tune")
 
 
