@@ -87,7 +87,7 @@ class PrivateUpdate(Settings):
     @property
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
-        return 1
+        return 1 if self.least_squares is None else self.least_squares.releases
 
     @property
     def passes(self) -> int:
@@ -101,22 +101,27 @@ class PrivateUpdate(Settings):
         An example is "gradient of each round". ``{releases}`` in it stands for the number of
         releases.
         """
+        if self.least_squares is not None:
+            return self.least_squares.released
         return (
             f"vector that the update {self.name} takes from each user, {{releases}} in each round"
         )
 
     @property
     def moves_within_round(self) -> bool:
-        """Whether log-probabilities are taken at parameters other than those that sampled."""
-        return self.releases > 1
+        """Whether log-probabilities are taken at parameters other than those that sampled.
+
+        However many releases a regression takes, its features are those of π_t.
+        """
+        return self.least_squares is None and self.releases > 1
 
     @property
     def least_squares(self) -> Oracle | None:
-        """Settings of the regression oracle that solves the round; None if there is no regression.
+        """Settings of the regression that solves the round (``oracle``); None if there is none.
 
         With one, ``clip_norm`` bounds the regression's features.
         """
-        return None
+        return getattr(self, "oracle", None)
 
     def check(self, recipe: Any) -> None:
         """Refuse a :class:`~dprlhf.recipe.Recipe` whose other sections do not suit this update.
@@ -134,7 +139,10 @@ class PrivateUpdate(Settings):
         Each canary user then contributes as much as the bounds allow. Canaries have no public
         prompts beside them, so there is no subspace.
         """
-        bounds = {"clip_norm": clip_norm, "batch_size": batch_size, "subspace": None}
+        bounds: dict[str, Any] = {"clip_norm": clip_norm, "batch_size": batch_size}
+        bounds["subspace"] = None
+        if (oracle := self.least_squares) is not None:
+            bounds["oracle"] = oracle.model_copy(update={"target_bound": target_bound})
         return self.model_copy(update=bounds)
 
 

@@ -26,7 +26,6 @@ class Reward(Settings):
         times_column: Column of the dataset with a factor for each score, such as 1 for a user who
             wants more of it and −1 for one who wants less; null for none. A row without a number
             in it gets no score.
-
         label: Label whose log-odds are the classifier's score; not for a classifier with one
             output.
         text: What the classifier reads: the prompt with the completion, or the completion alone.
@@ -36,7 +35,6 @@ class Reward(Settings):
     classifier: str | None = None
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     times_column: str | None = None
-
     label: str | None = None
     text: Literal["prompt+completion", "completion"] = "prompt+completion"
 
@@ -103,7 +101,6 @@ class Rollout(Settings):
         top_p: Sample from the most likely tokens whose probabilities add up to this; 1 for all.
         min_p: Sample from tokens whose probability is at least this share of the largest one; 0
             for all.
-
         stop: Strings that end a response and stay in its text.
         mask_truncated: Give weight 0 to a response that did not end within ``max_new_tokens``
             (TRL's ``mask_truncated_completions``). Its reward still counts in the advantages of the
@@ -114,7 +111,6 @@ class Rollout(Settings):
             expected responses, but at most 128 on a CPU and what fits into a GPU's memory.
         backend: ``transformers``, or experimental ``vllm`` (extra ``vllm``, a GPU, one process,
             ``VLLM_BATCH_INVARIANT=1``), which ignores ``batch_size``.
-
         agent: Tools or an environment, for responses of several turns; null for one turn.
     """
 
@@ -125,12 +121,10 @@ class Rollout(Settings):
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-
     stop: list[Annotated[str, Field(min_length=1)]] = []
     mask_truncated: bool = False
     batch_size: PositiveInt | Literal["auto"] = 128
     backend: Annotated[Literal["transformers", "vllm"], Experimental(("vllm",))] = "transformers"
-
     agent: Annotated[Agent | None, Experimental()] = None
 
     @property
@@ -201,14 +195,12 @@ class Optimizer(Settings):
         learning_rate: Step size; with a schedule, its largest value. For ``normalized-sgd`` the L2
             length of a step, over all trained parameters together.
         momentum: Momentum μ of ``sgd`` and ``normalized-sgd``.
-
         schedule: Decay of the learning rate over the rounds: none, or linear or cosine to nearly 0.
     """
 
     name: Literal["sgd", "normalized-sgd", "adam"] = "adam"
     learning_rate: PositiveFloat = 0.02
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
 

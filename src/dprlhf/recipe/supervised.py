@@ -159,7 +159,6 @@ class SFTRecipe(StageRecipe):
 
     hub_tag: ClassVar[str] = "sft"
     fitted_to: ClassVar[str] = "documents"
-
     stage: Literal["sft"] = "sft"
     policy: Policy
     data: Documents
@@ -276,7 +275,6 @@ class DPORecipe(StageRecipe):
     )  # fmt: skip
     hub_tag: ClassVar[str] = "dpo"
     fitted_to: ClassVar[str] = "preference pairs by DPO"
-
     stage: Literal["dpo"] = "dpo"
     policy: Policy
     data: PreferencePairs
@@ -297,7 +295,6 @@ class FeedbackUpdate(_NamedAsInTRL):
             public prompts (:mod:`dprlhf.training.linear_reward`).
         baseline: Feedback that says nothing, a public number; with labels 0 and 1 take 0.5.
         reward_range: Bound R on A, which is clipped to [−R, R].
-
         beta: Strength β of the implicit KL penalty against the reference, in the two KTO losses.
 
         value_rounds: Number of rounds at the end that leave the policy as it is and estimate from
@@ -310,7 +307,6 @@ class FeedbackUpdate(_NamedAsInTRL):
     )
     baseline: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     reward_range: PositiveFloat = 1.0
-
     beta: PositiveFloat = 0.1
 
     value_rounds: Annotated[int, Field(ge=0)] = 0
@@ -331,7 +327,6 @@ class FeedbackRecipe(StageRecipe):
         "a completion is data of the user who saw it alone: what wrote it was not fitted on the"
         " users, or at a cost that the total counts",
     )
-
     stage: Literal["feedback"] = "feedback"
     policy: Policy
     data: LoggedFeedback

@@ -48,13 +48,9 @@ class PG(_Advantage):
             standardises the rewards within the user.
     """
 
+    released: ClassVar[str] = "gradient of each round"
     name: Literal["pg"] = "pg"
     baseline: Baseline = "loo"
-
-    @property
-    def released(self) -> str:
-        """The phrase that completes "the noised mean …" on the privacy card."""
-        return "gradient of each round"
 
 
 class GRPO(_Advantage):
@@ -68,14 +64,10 @@ class GRPO(_Advantage):
             rewards.
     """
 
+    released: ClassVar[str] = "gradient of the surrogate in each round"
     name: Literal["grpo"] = "grpo"
     clip_range: PositiveFloat = 0.2
     scale_rewards: bool = True
-
-    @property
-    def released(self) -> str:
-        """The phrase that completes "the noised mean …" on the privacy card."""
-        return "gradient of the surrogate in each round"
 
 
 class PPO(_Advantage):
@@ -89,6 +81,7 @@ class PPO(_Advantage):
             token's ratio; null leaves the ratio as it is (Rio et al., Remark 5.2).
     """
 
+    released: ClassVar[str] = "move of the users' copies of the policy in each round"
     name: Literal["ppo"] = "ppo"
     baseline: Baseline = "loo"
     epochs: PositiveInt = 1
@@ -104,11 +97,6 @@ class PPO(_Advantage):
         """Whether log-probabilities are taken at parameters other than those that sampled."""
         return self.epochs > 1
 
-    @property
-    def released(self) -> str:
-        """The phrase that completes "the noised mean …" on the privacy card."""
-        return "move of the users' copies of the policy in each round"
-
 
 class REBEL(PrivateUpdate):
     """DP-REBEL (He & Zhou 2025, Algorithm 5): regress relative log-ratios on relative rewards.
@@ -117,14 +105,12 @@ class REBEL(PrivateUpdate):
 
     Attributes:
         name: ``rebel``.
-
         steps: Number J of noised gradient steps on the loss, each a release of the round.
         oracle: Solves the linearised loss by regression in the place of these steps (Gauss-Newton);
             null takes the steps.
     """
 
     name: Literal["rebel"] = "rebel"
-
     steps: PositiveInt = 2
     oracle: Oracle | None = None
 
@@ -137,24 +123,14 @@ class REBEL(PrivateUpdate):
     @property
     def releases(self) -> int:
         """Number J of noised sums that a round releases: the gate charges J and refuses more."""
-        return self.steps if self.oracle is None else self.oracle.releases
-
-    @property
-    def moves_within_round(self) -> bool:
-        """Whether log-probabilities are taken at parameters other than those that sampled."""
-        return self.oracle is None and self.steps > 1
+        return self.steps if self.oracle is None else super().releases
 
     @property
     def released(self) -> str:
         """The phrase that completes "the noised mean …" on the privacy card."""
         if self.oracle is None:
             return "gradient of the loss at each step, {releases} in each round"
-        return self.oracle.released
-
-    @property
-    def least_squares(self) -> Oracle | None:
-        """Settings of the regression oracle; None where steps are taken."""
-        return self.oracle
+        return super().released
 
     def check(self, recipe: Any) -> None:
         """Refuse a recipe whose other sections do not work with this update."""
@@ -163,15 +139,6 @@ class REBEL(PrivateUpdate):
                 "rollout.responses must be even for update.name rebel, which pairs them, not"
                 f" {recipe.rollout.responses}"
             )
-
-    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds so low that each canary user of an audit is clipped."""
-        made = super().saturated(
-            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
-        )
-        if self.oracle is None:
-            return made
-        return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
 
 
 class NPG(_Score):
@@ -186,37 +153,6 @@ class NPG(_Score):
     name: Literal["npg"] = "npg"
     baseline: Baseline = "loo"
     oracle: Oracle = Oracle()
-
-    @property
-    def releases(self) -> int:
-        """Number J of noised sums that a round releases: the gate charges J and refuses more."""
-        return self.oracle.releases
-
-    @property
-    def moves_within_round(self) -> bool:
-        """Whether log-probabilities are taken at parameters other than those that sampled."""
-        return False  # however many releases it takes, the features are those of π_t
-
-    @property
-    def released(self) -> str:
-        """The phrase that completes "the noised mean …" on the privacy card."""
-        return self.oracle.released
-
-    @property
-    def least_squares(self) -> Oracle | None:
-        """Settings of the regression oracle that solves the round."""
-        return self.oracle
-
-    def saturated(self, *, clip_norm: float, batch_size: int, target_bound: float) -> Self:
-        """Return these settings with bounds so low that each canary user of an audit is clipped."""
-        made = super().saturated(
-            clip_norm=clip_norm, batch_size=batch_size, target_bound=target_bound
-        )
-        return made.model_copy(update={"oracle": _saturated(self.oracle, target_bound)})
-
-
-def _saturated(oracle: Oracle, target_bound: float) -> Oracle:
-    return oracle.model_copy(update={"target_bound": target_bound})
 
 
 UPDATE_SETTINGS: dict[str, type[PrivateUpdate]] = {
