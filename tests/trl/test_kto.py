@@ -139,7 +139,9 @@ def test_users_rows_are_not_evaluated(model: str, tmp_path: Path) -> None:
     trainer = made(model, tmp_path / "run")
     with pytest.raises(DprlhfError, match="are users' rows, too"):
         trainer.evaluate(Dataset.from_list(logs(0, 4)))
-    rows = Dataset.from_list(logs(0, 8)).remove_columns("label")
+    users = Dataset.from_list(logs(0, 8))
+    rows = users.remove_columns("label")
     config = PrivateKTOConfig(output_dir=str(tmp_path / "x"), privacy_epsilon=8.0)
-    with pytest.raises(DprlhfError, match="no column 'label'"):
-        PrivateKTOTrainer(model, args=config, train_dataset=rows, peft_config=LORA)
+    for given in ({"train_dataset": rows}, {"train_dataset": users, "eval_dataset": rows}):
+        with pytest.raises(DprlhfError, match=f"^{[*given][-1]}: there is no column 'label'"):
+            PrivateKTOTrainer(model, args=config, peft_config=LORA, **given)

@@ -183,7 +183,8 @@ def test_several_public_datasets_are_evaluated_one_by_one(model: str, tmp_path: 
     assert both == made.evaluate(given)
     assert trainer(model, tmp_path / "a").eval_dataset is None
     unlike = {"one": PUBLIC, "other": [{"prompt": [{"role": "user", "content": "x"}]}]}
-    for wrong, said in (({"one": PUBLIC, "users": PROMPTS}, "is the train"), (unlike, "differ")):
+    refused = ({"one": PUBLIC, "users": PROMPTS}, "is the train"), (unlike, "differ"), ({}, "empty")
+    for wrong, said in refused:
         with pytest.raises(DprlhfError, match=f"^eval_dataset.*{said}"):
             trainer(model, tmp_path / "a", eval_dataset=wrong)
 

@@ -23,24 +23,21 @@ from dprlhf.data.given_rows import rows_from
 from dprlhf.data.reward_arguments import given_rewards
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import fresh_lora
-from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.recipe import AnyRecipe, Recipe, Reward, load_any_recipe
 from dprlhf.rewards.reward import name_of
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
 from dprlhf.runs.trackers import flat
-from dprlhf.training.setup import load_policy_of
 from dprlhf.trl.config import PrivacyFields
 
 C = TypeVar("C", bound=PrivacyFields)
 
 
-def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
-    """Return rows in memory as a ``datasets.Dataset``, with a column ``prompt`` if they need it."""
+def rows_of(given: Any, name: str, columns: Sequence[str]) -> Any:
+    """Return rows in memory as a ``datasets.Dataset`` that has these columns."""
     if given is None:
-        raise DprlhfError(
-            f"{name}: give the users' prompts; without any there is nobody to protect"
-        )
+        of_users = "the users' prompts; without any there is nobody to protect"
+        raise DprlhfError(f"{name}: give {of_users if name == 'train_dataset' else 'public rows'}")
     if isinstance(given, Mapping):
         some = next(iter(given), "train")
         raise DprlhfError(f"{name}: give one dataset, such as {name}[{some!r}], not all of them")
@@ -56,9 +53,10 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
     rows = rows_from(given, "prompt")
     if not len(rows):
         raise DprlhfError(f"{name}: there are no rows")
-    if "prompt" not in rows.column_names and not may_lack_prompts:
-        names = listed_names(rows.column_names)
-        raise DprlhfError(f"{name}: there is no column 'prompt'; the columns are {names}")
+    for column in columns:
+        if column not in rows.column_names:
+            names = listed_names(rows.column_names)
+            raise DprlhfError(f"{name}: there is no column {column!r}; the columns are {names}")
     if images := [column for column in rows.column_names if column in ("image", "images")]:
         raise DprlhfError(
             f"{name}: the column {images[0]!r} would be given to the model in TRL, and the models"
@@ -69,6 +67,8 @@ def rows_of(given: Any, name: str, *, may_lack_prompts: bool) -> Any:
 
 def parts_of(given: Any) -> dict[str | None, Any]:
     """Return the datasets of ``eval_dataset`` by name; of one that is not in a dictionary, None."""
+    if isinstance(given, Mapping) and not given:
+        raise DprlhfError("eval_dataset: the dictionary is empty: give a dataset, or None")
     return dict(given) if isinstance(given, Mapping) else {None: given}
 
 
@@ -111,12 +111,12 @@ def without_adapter(model: Any) -> Any:
     return base
 
 
-def policy_of(recipe: Recipe, model: Any, tokenizer: Any) -> CausalLMPolicy:
-    """Return the policy of a trainer's model, which is a name or a model."""
-    given = None if isinstance(model, str) else model
-    if given is not None and not hasattr(given, "config"):
+def check_model(model: Any, quantization: Any) -> None:
+    """Refuse what is neither the name of a model nor one, and to quantise one that is loaded."""
+    if not (isinstance(model, str) or hasattr(model, "config")):
         raise DprlhfError(f"model: a {type(model).__name__} is no name and no transformers model")
-    return load_policy_of(recipe, model=given, tokenizer=tokenizer)
+    if quantization is not None and not isinstance(model, str):
+        raise DprlhfError("quantization_config is for a model by name: this one is loaded")
 
 
 def with_user_column(config: C, column: str | list[str] | None) -> C:

@@ -12,7 +12,6 @@ from dprlhf.data.public import evaluated, public_users
 from dprlhf.data.users import Users
 from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy, prompt_room
-from dprlhf.policies.given import adapter_of, quantization_of
 from dprlhf.policies.loading import load_policy
 from dprlhf.recipe import IN_MEMORY, LoggedFeedback
 from dprlhf.runs.opening import check_public
@@ -58,6 +57,7 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
 
     config = PrivateKTOConfig
     _default_folder = "private-kto"
+    _columns = ("prompt", "completion", "label")
 
     def __init__(
         self,
@@ -112,31 +112,13 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
     def _given_rewards(self, reward_funcs: Any, processing_classes: Any) -> list[Any]:
         return []
 
-    def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Any:
-        args = self.args
-        spec = LoggedFeedback(path=IN_MEMORY, user_column=args.privacy_unit)
-        if quantization is not None and not isinstance(model, str):
-            raise DprlhfError("quantization_config is for a model by name: this one is loaded")
-        adapter = None
-        if peft_config is not None:
-            adapter = adapter_of(peft_config, freeze_a=args.privacy_lora_fa)
-        return feedback_recipe_of(
-            args,
-            model=model,
-            adapter=adapter,
-            users=Users(self._rows, spec).count,
-            public=0 if self._public is None else len(self._public),
-            quantization=quantization_of(quantization),
-        )
+    def _recipe(self, **given: Any) -> Any:
+        spec = LoggedFeedback(path=IN_MEMORY, user_column=self.args.privacy_unit)
+        return feedback_recipe_of(self.args, users=Users(self._rows, spec).count, **given)
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
-        given = None if isinstance(model, str) else model
-        if given is not None and not hasattr(given, "config"):
-            raise DprlhfError(
-                f"model: a {type(model).__name__} is no name and no transformers model"
-            )
         spec = self.recipe
-        policy = load_policy(spec.policy, seed=spec.seed, model=given, tokenizer=tokenizer)
+        policy = load_policy(spec.policy, seed=spec.seed, model=model, tokenizer=tokenizer)
         public = public_users(spec, self._public)
         spec = with_lengths(spec, Reactions(spec), policy, public)
         if "max_prompt_tokens" not in spec.data.model_fields_set:
@@ -152,13 +134,7 @@ class PrivateKTOTrainer(PrivateTrainer[PrivateKTOConfig]):
     def _evaluated(self, rows: Any, count: int | None = None, **given: Any) -> Any:
         """Return the loss on public rows."""
         self._policy.model.to(Processes.connect().device)
-        own = any(rows is one for one in (self._public, *self._parts.values()))
-        section = {
-            "data": {"path": IN_MEMORY},
-            "prompts": max(2, len(rows)),
-            "declared_public": own and self.args.privacy_declared_public,
-        }
-        recipe = self._settled.model_validate(self._settled.model_dump() | {"evaluation": section})
+        recipe = self._evaluating(rows, max(2, len(rows)))
         public = public_users(recipe, rows)
         check_public(recipe, Users(self._rows, recipe.data), public)
         some = evaluated(recipe, public)

@@ -39,6 +39,7 @@ def recipe_of(
 ) -> Recipe:
     """Return the recipe of a private trainer."""
     args: Any = config
+    turns = getattr(args, "max_tool_calling_iterations", None)
     values: dict[str, Any] = {
         **_shared(args, model, adapter, quantization),
         "rewards": list(rewards),
@@ -54,7 +55,7 @@ def recipe_of(
             "batch_size": "auto",
             "backend": "vllm" if args.use_vllm else "transformers",
             **rollout_settings(args.generation_kwargs or {}),  # they take precedence in TRL
-            "agent": _agent(args, agent),
+            "agent": {**agent, "max_tool_calling_iterations": turns} if agent else None,
         },
         "update": {**_update(args), **_contribution(args)},
         "kl": {"beta": args.beta},
@@ -68,10 +69,12 @@ def _completed(
 ) -> dict[str, Any]:
     """Return settings with the evaluation, the optimizer, and the defaults of what is not given."""
     if public:
-        values["evaluation"] = _evaluation(args)
+        declared = args.privacy_declared_public
+        values["evaluation"] = {"data": {"path": IN_MEMORY}, "declared_public": declared}
     elif _steps(args):
         raise DprlhfError("eval_strategy='steps': give eval_dataset, public rows to evaluate on")
-    if any(getattr(args, name) != default for name, default in _step_rule(type(args)).items()):
+    own = defaults(type(args))
+    if any(getattr(args, n) != own[n] for n in ("learning_rate", "optim", "lr_scheduler_type")):
         values["optimizer"] = {}  # some of it is given, and the rest are the recipe's defaults
     values = with_defaults(values, users=users, public=public or None, model=model)
     if values.get("optimizer") == {}:
@@ -139,32 +142,11 @@ def _shared(
     }
 
 
-def _step_rule(kind: type[Any]) -> dict[str, Any]:
-    """Return the settings of the optimizer, with their defaults in a config."""
-    own = defaults(kind)
-    return {name: own[name] for name in ("learning_rate", "optim", "lr_scheduler_type")}
-
-
-def _agent(args: Any, agent: dict[str, Any] | None) -> dict[str, Any] | None:
-    if not agent:
-        return None
-    return {
-        **agent,
-        "max_tool_calling_iterations": getattr(args, "max_tool_calling_iterations", None),
-    }
-
-
-def with_evaluation(recipe: Recipe, config: PrivacyFields, public: int) -> Recipe:
-    """Return a trainer's recipe with an evaluation on so many public prompts."""
-    section = {**_evaluation(config), "prompts": public, "every": _every(config, recipe.rounds)}
-    return make_recipe(recipe.model_dump() | {"evaluation": section}, source=type(config).__name__)
-
-
-def _evaluation(args: Any) -> dict[str, Any]:
-    return {
-        "data": {"path": IN_MEMORY},
-        "declared_public": args.privacy_declared_public,
-    }
+def with_evaluation(recipe: Any, config: PrivacyFields, public: int, *, declared: bool) -> Any:
+    """Return a trainer's recipe with an evaluation on so many public prompts, once."""
+    section = {"data": {"path": IN_MEMORY}, "prompts": public, "declared_public": declared}
+    values = recipe.model_dump() | {"evaluation": section}
+    return recipe_from(values, (), source=type(config).__name__)
 
 
 def _policy(args: Any) -> dict[str, Any]:

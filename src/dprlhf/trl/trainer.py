@@ -46,17 +46,17 @@ from dprlhf.training.build import open_run
 from dprlhf.training.evaluate import Evaluated, as_metrics
 from dprlhf.training.processes import Processes
 from dprlhf.training.run import Run
-from dprlhf.training.setup import with_prompt_width
+from dprlhf.training.setup import load_policy_of, with_prompt_width
 from dprlhf.training.trainer import complete
 from dprlhf.trl.arguments import (
     adapter_in,
+    check_model,
     continued,
     function_of,
     in_trls_words,
     means_of,
     names_of,
     parts_of,
-    policy_of,
     refuse_optimizers,
     rows_of,
     together,
@@ -97,6 +97,7 @@ class PrivateTrainer(Generic[C]):
     config: ClassVar[type[Any]]
     aux_loss_enabled: ClassVar[bool] = False  # TRL's name; router_aux_loss_coef is refused
     _default_folder: ClassVar[str]
+    _columns: ClassVar[tuple[str, ...]] = ("prompt",)
 
     def __init__(
         self,
@@ -176,8 +177,15 @@ class PrivateTrainer(Generic[C]):
             parts = parts_of(eval_dataset)
             self._parts = {name: self._dataset(one, "eval_dataset") for name, one in parts.items()}
             self._public = together(self._parts.values())
+        check_model(model, quantization_config)
         with in_trls_words():
-            self.recipe: Any = self._recipe(model, adapter, quantization_config)
+            freeze_a = self.args.privacy_lora_fa
+            self.recipe: Any = self._recipe(
+                model=model,
+                adapter=None if adapter is None else adapter_of(adapter, freeze_a=freeze_a),
+                public=0 if self._public is None else len(self._public),
+                quantization=quantization_of(quantization_config),
+            )
         self.result: Any = None
         self._settled = self.recipe
         self._started = False
@@ -186,8 +194,9 @@ class PrivateTrainer(Generic[C]):
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             refused.callback(adapter_rollback(base))
             model = without_adapter(model)
-            self._models = {} if isinstance(model, str) else {"model": model}
-            self._policy = self._load_policy(model, processing_class)
+            loaded = None if isinstance(model, str) else model
+            self._models = {} if loaded is None else {"model": loaded}
+            self._policy = self._load_policy(loaded, processing_class)
             self._log.values = {"model": self.model, "processing_class": self.processing_class}
             self._log.call("on_init_end")
             refused.pop_all()
@@ -204,7 +213,7 @@ class PrivateTrainer(Generic[C]):
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
         """Load the policy, set the recipe's longest prompt, and attach an agent's sampler."""
-        policy = policy_of(self.recipe, model, tokenizer)
+        policy = load_policy_of(self.recipe, model=model, tokenizer=tokenizer)
         public, tools = public_users(self.recipe, self._public), 0
         if (agent := self.recipe.rollout.agent) is not None:
             with_response_template(policy.tokenizer)
@@ -212,23 +221,15 @@ class PrivateTrainer(Generic[C]):
         self.recipe = self._settled = with_prompt_width(self.recipe, policy, public, tools)
         return policy
 
-    def _recipe(self, model: Any, peft_config: Any, quantization: Any) -> Any:
-        args = self.args
-        spec = Data(path=IN_MEMORY, prompt_column="prompt", user_column=args.privacy_unit)
-        if quantization is not None and not isinstance(model, str):
-            raise DprlhfError("quantization_config is for a model by name: this one is loaded")
-        self._users = Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count
+    def _recipe(self, **given: Any) -> Any:
+        """Return the recipe of the model, adapter, quantisation and number of public prompts."""
+        spec = Data(path=IN_MEMORY, user_column=self.args.privacy_unit)
         return recipe_of(
-            args,
-            model=model,
-            adapter=None
-            if peft_config is None
-            else adapter_of(peft_config, freeze_a=args.privacy_lora_fa),
+            self.args,
             rewards=[reward.settings.model_dump() for reward in self._rewards],
-            users=self._users,
-            public=0 if self._public is None else len(self._public),
-            quantization=quantization_of(quantization),
+            users=Users(self._rows, spec, may_lack_prompts=self._may_lack_prompts).count,
             agent=InMemoryInputs(None, None, None, **self._agent).agent_settings,
+            **given,
         )
 
     @property
@@ -236,13 +237,13 @@ class PrivateTrainer(Generic[C]):
         return self._agent["environment_factory"] is not None
 
     def _dataset(self, given: Any, name: str) -> Any:
-        """Return rows in memory, which may lack prompts where an environment gives them."""
+        """Return rows in memory, which may lack columns where an environment gives the prompts."""
         if name == "eval_dataset" and given is self._train_dataset:
             raise DprlhfError(
                 "eval_dataset is the train_dataset: evaluation writes prompts and rewards in the"
                 " open, so it needs public prompts, of nobody among the users"
             )
-        return rows_of(given, name, may_lack_prompts=self._may_lack_prompts)
+        return rows_of(given, name, () if self._may_lack_prompts else self._columns)
 
     # --- what is trained, and what is known of it --------------------------------------------
 
@@ -484,15 +485,16 @@ class PrivateTrainer(Generic[C]):
     def _evaluated(self, rows: Any, count: int | None = None, **given: Any) -> Evaluated:
         """Sample one response to each of these public prompts, or to the first, and score it."""
         self._policy.model.to(Processes.connect().device)
-        recipe = with_evaluation(self._settled, self.args, count or len(rows))
-        own = any(rows is one for one in (self._public, *self._parts.values()))
-        if not own and recipe.evaluation is not None:
-            undeclared = recipe.evaluation.model_copy(update={"declared_public": False})
-            recipe = recipe.model_copy(update={"evaluation": undeclared})
-        specs = recipe.rewards
-        loaded = load_rewards(specs, self._rewards, device=self._policy.device)
+        recipe = self._evaluating(rows, count or len(rows))
+        loaded = load_rewards(recipe.rewards, self._rewards, device=self._policy.device)
         users = Users(self._rows, recipe.data, may_lack_prompts=self._may_lack_prompts)
         return evaluate_on(self._policy, recipe, users, rows, loaded, self._metrics, **given)
+
+    def _evaluating(self, rows: Any, count: int) -> Any:
+        """Return the recipe with an evaluation of so many of these rows."""
+        own = any(rows is one for one in (self._public, *self._parts.values()))
+        declared = own and self.args.privacy_declared_public
+        return with_evaluation(self._settled, self.args, count, declared=declared)
 
     def _try_evaluation(self) -> None:
         """Try on a few public prompts what would otherwise fail after users are spent.
