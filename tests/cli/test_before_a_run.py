@@ -249,8 +249,10 @@ class TestDryRun:
 
     def test_without_public_prompts_the_reward_is_tried_on_stand_ins(self, recipe_file):
         changes = [*self.QUICK, "evaluation=null", "policy.adapter.init=random"]
+        changes += ["data.user_column=prompt", "data.max_prompts_per_user=2", "rollout.responses=2"]
         plan = dry_run(load_recipe(recipe_file, changes))
         assert plan["public_prompts_cut"] is None
+        assert plan["responses_a_round"] == 160  # each of 40 users may have 2 prompts
         assert "4 responses to stand-in prompts" in explain(plan)
         assert "are longer" not in explain(plan)
 

@@ -17,6 +17,7 @@ from dprlhf.data.users import Users
 from dprlhf.gradients.subspace import Subspace
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.training import feedback
+from dprlhf.training.dry_run import dry_run_stage
 from dprlhf.training.feedback import Reactions, log_probability, reaction
 from dprlhf.updates.public_gradients import weighted_gradients
 from helpers import runs
@@ -209,6 +210,11 @@ def test_a_column_of_another_kind_is_refused(label: Any, model: str, tmp_path: P
     spec = stage_of_logs(model, tmp_path / "run")
     with pytest.raises(DprlhfError, match=r"'label' holds .*: give true and false, or numbers"):
         dprlhf.train_stage(spec, data=logs(0, 40, label=label), quiet=True)
+
+
+def test_a_dry_run_tells_what_numbers_count_as(model: str, tmp_path: Path) -> None:
+    plan = dry_run_stage(stage_of_logs(model, tmp_path / "run"), logs(0, 40, label=1))
+    assert any("with labels 0 and 1, set update.baseline=0.5" in told for told in plan["warnings"])
 
 
 @pytest.mark.slow

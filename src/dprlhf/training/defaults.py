@@ -67,9 +67,13 @@ def with_defaults(
         made.setdefault("rollout", {}).setdefault("batch_size", "auto")
         works = update.get("name", "pg") in ("pg", "grpo") and not made["rollout"].get("agent")
     fewest, free = FEWEST_ROUNDS, "subspace" not in update and "optimizer" not in made
-    if evaluation is not None and public is not None and free and works:
-        taken = evaluation.get("prompts", min(EVALUATED, public // 2))
-        if public - taken >= 2 * DIRECTIONS and _wide(config, policy["adapter"]):
+    if evaluation is not None and public is not None:
+        taken = evaluation.get("prompts", max(2, min(EVALUATED, public // 2)))
+        given = dict(update.get("subspace") or {})
+        if given and not given.get("data"):
+            evaluation["prompts"] = taken  # its directions are fitted to the others
+        enough = public - taken >= 2 * DIRECTIONS
+        if free and works and enough and _wide(config, policy["adapter"]):
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
             made["optimizer"] = dict(STEPS)

@@ -39,7 +39,6 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     public = stage.known
     for _ in range(2):  # the first pass warms up
         phases = seconds_a_response(policy, stage.scorer, public, recipe, keep=stage.keep)
-    terms = _terms(recipe, prepared)
     spread, cut = stage.spread, None  # cut: the share of PUBLIC prompts longer than private may be
     if stage.public is not None:
         whole = policy.encode(stage.public.prompts, sys.maxsize, stage.public.for_template)
@@ -48,9 +47,8 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     if stage.public is not None:
         seconds += 2 * len(stage.public) * (phases["rollout"] + phases["reward"])
     return {
-        **terms,
-        "warnings": terms["warnings"] + spread.warnings,
-        "responses_a_round": plan.expected_batch_size * recipe.rollout.responses,
+        **_terms(stage, prepared),
+        "responses_a_round": plan.expected_batch_size * stage.shapes.rows * stage.shapes.prompts,
         "max_prompt_tokens": recipe.data.max_prompt_tokens,
         "max_new_tokens": recipe.rollout.max_new_tokens,
         "public_prompts_cut": cut,
@@ -84,7 +82,7 @@ def dry_run_stage(
         # Evaluation before and after: a forward pass, about a third of a step.
         estimated = of_rounds / processes.count + seconds * 2 * len(public) / 3
     return {
-        **_terms(recipe, prepared),
+        **_terms(stage, prepared),
         "rows_kept": recipe.data.kept,
         "seconds_a_row": seconds,
         "estimated_seconds": estimated,
@@ -100,8 +98,8 @@ def _loaded(recipe: AnyRecipe, sources: InMemoryInputs) -> tuple[Stage, Prepared
     return stage, prepared, processes
 
 
-def _terms(recipe: AnyRecipe, prepared: PreparedRun) -> dict[str, Any]:
-    plan, policy = prepared.plan, prepared.policy
+def _terms(stage: Stage, prepared: PreparedRun) -> dict[str, Any]:
+    recipe, plan, policy = stage.recipe, prepared.plan, prepared.policy
     dimension = released_dimension(recipe, policy.dimension)
     return {
         **plan.terms(),
@@ -113,7 +111,7 @@ def _terms(recipe: AnyRecipe, prepared: PreparedRun) -> dict[str, Any]:
         "device": str(policy.device),
         "memory_bytes": _memory(policy.device),
         "experimental": list(experimental(recipe)),
-        "warnings": without_effect(recipe) + plan.warnings(dimension),
+        "warnings": [*without_effect(recipe), *plan.warnings(dimension), *stage.warnings],
     }
 
 
@@ -130,38 +128,34 @@ def explain(plan: dict[str, Any]) -> str:
         if epsilon == "infinity"
         else f"epsilon = {upwards(epsilon, 4)} at delta = {plan['delta']:g} ({plan['adjacency']})"
     )
-    phases = plan.get("seconds_a_response", {})
-    rows = [
-        ("guarantee", promise),
-        *(
-            [("in total", f"epsilon = {upwards(plan['total_epsilon'], 4)} with what came before")]
-            if "total_epsilon" in plan
-            else []
-        ),
+    rows = [("guarantee", promise)]
+    if "total_epsilon" in plan:
+        whole = upwards(plan["total_epsilon"], 4)
+        rows.append(("in total", f"epsilon = {whole} with what came before"))
+    rows += [
         ("users", f"{plan['users']:,}, partition {plan['partition']}"),
         ("rounds", f"{plan['rounds']}, with {plan['users_a_round']:,.1f} users expected in each"),
-        *(
-            [("responses", f"{plan['responses_a_round']:,.1f} expected in a round")]
-            if "responses_a_round" in plan
-            else []
-        ),
-        *(_tokens_and_reward(plan) if "reward" in plan else []),
+    ]
+    if "reward" in plan:
+        rows += _tokens_and_reward(plan)
+    rows += [
         ("trained parameters", f"d = {plan['dimension']:,}"),
         ("clip norm", f"{plan['clip_norm']}"),
         ("noise multiplier", f"{plan['noise_multiplier']:.4g}"),
         ("noise-to-clip ratio", f"{plan['noise_to_clip_ratio']:.3g}"),
         ("machine", f"{plan['processes']} process(es), {plan['device']}"),
-        *(
-            [("time for a response", ", ".join(f"{k} {_ms(s)}" for k, s in phases.items()))]
-            if phases
-            else []
-        ),
-        *([("rows", plan["rows_kept"])] if "rows_kept" in plan else []),
-        *([("time for a row", _ms(plan["seconds_a_row"]))] if plan.get("seconds_a_row") else []),
+    ]
+    if phases := plan.get("seconds_a_response"):
+        rows.append(("time for a response", ", ".join(f"{k} {_ms(s)}" for k, s in phases.items())))
+    if "rows_kept" in plan:
+        rows.append(("rows", plan["rows_kept"]))
+    if seconds_a_row := plan.get("seconds_a_row"):
+        rows.append(("time for a row", _ms(seconds_a_row)))
+    rows += [
         ("estimated time", duration),
         ("memory", f"{gib:.3g} GiB at the largest, with one micro-batch"),
         *(("experimental", feature) for feature in plan["experimental"]),
-        *(("warning", w) for w in plan["warnings"]),
+        *(("warning", warning) for warning in plan["warnings"]),
     ]
     return "\n".join(f"{name:<21}{value}" for name, value in rows)
 
@@ -171,6 +165,7 @@ def _tokens_and_reward(plan: dict[str, Any]) -> list[tuple[str, str]]:
     cut = "" if cut is None else f" ({cut:.0%} of the public prompts are longer, and cut)"
     prompts = "stand-in" if reward["stand_ins"] else "public"
     return [
+        ("responses", f"at most {plan['responses_a_round']:,.1f} expected in a round"),
         ("tokens of a prompt", f"at most {plan['max_prompt_tokens']}{cut}"),
         ("tokens of a response", f"at most {plan['max_new_tokens']}"),
         (
