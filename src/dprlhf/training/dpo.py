@@ -57,7 +57,7 @@ class PreferredAnswers:
         """
         gained = log_ratio_to_base(model, encoded, batch_size).sum(1)
         shares = self._shares(encoded)
-        slopes = self._slopes(_margins(gained * shares))
+        _, slopes = self._of_pairs(gained * shares)
         pairs = np.bincount(encoded.user, minlength=encoded.users)[encoded.user] / 2
         signed: Array = np.stack([slopes, -slopes], 1).ravel() * shares / pairs
         return signed
@@ -69,7 +69,7 @@ class PreferredAnswers:
         where the chosen one's is higher.
         """
         gained = log_ratio_to_base(model, encoded, batch_size).sum(1)
-        loss = self._losses(_margins(gained * self._shares(encoded)))
+        loss, _ = self._of_pairs(gained * self._shares(encoded))
         chosen, rejected = self._update.beta * gained[0::2], self._update.beta * gained[1::2]
         margins = chosen - rejected
         return [loss, chosen, rejected, margins, (margins > 0).astype(np.float64)]
@@ -82,30 +82,26 @@ class PreferredAnswers:
         shares: Array = 1.0 / np.maximum(tokens, 1)
         return shares
 
-    def _losses(self, margins: Array) -> Array:
-        """Return the loss of each pair from its margin in nats, ``[pairs]``."""
-        beta, kind = self._update.beta, self._update.loss_type
-        losses: Array
-        if kind == "hinge":
-            losses = np.maximum(0.0, 1 - beta * margins)
-        elif kind == "ipo":
-            losses = (margins - 1 / (2 * beta)) ** 2
-        else:
-            losses = np.logaddexp(0, -beta * margins)
-        return losses
+    def _of_pairs(self, gained: Array) -> tuple[Array, Array]:
+        """Return the loss of each pair, and minus its derivative by the margin, ``[pairs]`` each.
 
-    def _slopes(self, margins: Array) -> Array:
-        """Return minus the derivative of the loss by the margin, ``[pairs]``."""
-        beta, kind = self._update.beta, self._update.loss_type
+        Args:
+            gained: Δ of both completions of each pair, in nats, ``[rows]``.
+        """
+        margins, beta = gained[0::2] - gained[1::2], self._update.beta
+        losses: Array
         slopes: Array
-        if kind == "hinge":
+        if self._update.loss_type == "hinge":
+            losses = np.maximum(0.0, 1 - beta * margins)
             slopes = np.where(beta * margins < 1, beta, 0.0)
-        elif kind == "ipo":
+        elif self._update.loss_type == "ipo":
+            losses = (margins - 1 / (2 * beta)) ** 2
             slopes = 1 / beta - 2 * margins
         else:
+            losses = np.logaddexp(0, -beta * margins)
             slopes = beta * np.exp(-np.logaddexp(0, beta * margins))
         # A margin that is no number makes its user's gradient zero, also where a branch hides it.
-        return np.where(np.isfinite(margins), slopes, np.nan)
+        return losses, np.where(np.isfinite(margins), slopes, np.nan)
 
 
 def encode_pairs(data: PreferencePairs, model: CausalLMPolicy, examples: Prompts) -> Responses:
@@ -154,8 +150,3 @@ def split_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     if isinstance(chosen, str) and chosen[:same].endswith(" "):
         same -= 1
     return chosen[:same], chosen[same:], rejected[same:]
-
-
-def _margins(gained: Array) -> Array:
-    margins: Array = gained[0::2] - gained[1::2]
-    return margins

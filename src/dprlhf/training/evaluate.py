@@ -40,8 +40,8 @@ class RewardEstimate:
     prompts: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON; None in place of NaN."""
-        return {k: None if v != v else v for k, v in asdict(self).items()}
+        """Return the fields for JSON, which has no NaN and no infinity: None in their place."""
+        return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
 
 @dataclass(frozen=True)

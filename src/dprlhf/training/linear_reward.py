@@ -273,7 +273,10 @@ class ByReward(FromFeedback):
         fitted = fit_features(states, run.plan.clip_norm)
         self._reward.features = features = run.processes.from_main(fitted)
         batch.bar.start("features", batch.users)
-        vectors = partial(self._of_users, run, features)
+
+        def vectors(users: NDArray[np.int64]) -> torch.Tensor:
+            return contributions(features, run.policy, self.encoded(run, users), self.recipe.update)
+
         released, norms = self.release(run, batch, vectors, features.subspace.rank)
         self._reward.released = torch.tensor(released_values(released), dtype=torch.float64)
         return Outcome(released, norms, {}, Private({}))
@@ -303,9 +306,6 @@ class ByReward(FromFeedback):
                 with self.guidance.trust_region(run, at, rows, steps=_STEPS):
                     ascend(run.policy.parameters.values(), run.optimizer, move)
         check_finite(run, run.plan.rounds)
-
-    def _of_users(self, run: Run, features: Features, users: NDArray[np.int64]) -> torch.Tensor:
-        return contributions(features, run.policy, self.encoded(run, users), self.recipe.update)
 
     def _states(self, policy: CausalLMPolicy, responses: Responses) -> torch.Tensor:
         return mean_states(policy, responses, self.recipe.update.batch_size)

@@ -63,55 +63,6 @@ def made_up_prompt(policy: CausalLMPolicy, number: int, longest: int, part: int 
     return _tokens(policy, random, lengths[number % 3])
 
 
-def made_up_responses(
-    policy: CausalLMPolicy,
-    numbers: Sequence[int | None],
-    *,
-    rows: int,
-    num_generations: int,
-    width: int,
-    length: int,
-    prompts: int = 1,
-) -> Responses:
-    """Return rows of random tokens, a user for each number; they follow from that number alone."""
-    each, present = prompts * rows, [n for n in numbers if n is not None]
-    tokens = torch.full((len(present) * each, width + length), policy.tokenizer.pad_token_id)
-    mask = torch.zeros_like(tokens)
-    prompt: list[int] = []
-    for start, number in enumerate(present):
-        random = np.random.default_rng([8, number])
-        for own in range(each):
-            row = start * each + own
-            if own % num_generations == 0:
-                prompt = made_up_prompt(policy, number, width, own // num_generations)
-            response = _tokens(policy, random, 1 + int(random.integers(length)) if own else length)
-            if length == 1:  # a classifier's answer is the number of a label
-                response = [0]
-            columns = slice(width - len(prompt), width + len(response))
-            tokens[row, columns] = torch.tensor(prompt + response)
-            mask[row, columns] = 1
-    places = np.array([place for place, n in enumerate(numbers) if n is not None], dtype=np.int64)
-    users = np.repeat(places, prompts)
-    slots = np.tile(np.arange(prompts), len(places))
-    asked = Prompts(
-        [""] * len(users),
-        users,
-        slots,
-        {},
-        round_users=np.arange(len(numbers)),
-        prompts_a_user=prompts,
-    )
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        **rows_of(asked, rows),
-        from_base=np.zeros(len(tokens), dtype=bool),
-        texts=[""] * len(tokens),
-        max_new_tokens=length,
-        num_generations=num_generations,
-    )
-
-
 def _tokens(policy: CausalLMPolicy, random: np.random.Generator, count: int) -> list[int]:
     tokens: list[int] = random.integers(policy.embeddings, size=count).tolist()
     return tokens
@@ -220,7 +171,7 @@ def logits_of(
 
 def check_gradients(policy: CausalLMPolicy, shapes: Shapes) -> None:
     """Let the policy differentiate users one at a time, where a pass with two of them errs."""
-    rows = _made_up(policy, shapes, [0, 2], 1, shapes.few)
+    rows = _made_up(policy, shapes, [0, 2], width=shapes.few)
     check_padding(policy, rows)
     if isinstance(shapes.update, recipe.PPO):
         _check_copies(policy, rows, shapes.update)
@@ -264,7 +215,7 @@ def gradients_of(policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int |
 
 def logprobs_of(policy: CausalLMPolicy, shapes: Shapes, numbers: Sequence[int | None]) -> Values:
     """Return the log-probabilities of each made-up user's responses."""
-    rows = _made_up(policy, shapes, numbers, 1)
+    rows = _made_up(policy, shapes, numbers)
     values = torch.from_numpy(token_logprobs(policy, rows, shapes.update.batch_size))
     return [[values[torch.from_numpy(rows.user == user)]] for user in range(len(numbers))]
 
@@ -385,17 +336,46 @@ def _made_up(
     policy: CausalLMPolicy,
     shapes: Shapes,
     numbers: Sequence[int | None],
-    prompts: int,
-    width: int | None = None,
+    prompts: int = 1,
+    width: int | None = None,  # Tokens of a prompt; None for those of the shapes
 ) -> Responses:
-    return made_up_responses(
-        policy,
-        numbers,
-        rows=shapes.rows,
-        num_generations=shapes.num_generations,
-        width=width or shapes.prompt,
-        length=shapes.response,
-        prompts=prompts,
+    """Return rows of random tokens, a user for each number; they follow from that number alone."""
+    width, length, together = width or shapes.prompt, shapes.response, shapes.num_generations
+    each, present = prompts * shapes.rows, [n for n in numbers if n is not None]
+    tokens = torch.full((len(present) * each, width + length), policy.tokenizer.pad_token_id)
+    mask = torch.zeros_like(tokens)
+    prompt: list[int] = []
+    for start, number in enumerate(present):
+        random = np.random.default_rng([8, number])
+        for own in range(each):
+            row = start * each + own
+            if own % together == 0:
+                prompt = made_up_prompt(policy, number, width, own // together)
+            response = _tokens(policy, random, 1 + int(random.integers(length)) if own else length)
+            if length == 1:  # a classifier's answer is the number of a label
+                response = [0]
+            columns = slice(width - len(prompt), width + len(response))
+            tokens[row, columns] = torch.tensor(prompt + response)
+            mask[row, columns] = 1
+    places = np.array([place for place, n in enumerate(numbers) if n is not None], dtype=np.int64)
+    users = np.repeat(places, prompts)
+    slots = np.tile(np.arange(prompts), len(places))
+    asked = Prompts(
+        [""] * len(users),
+        users,
+        slots,
+        {},
+        round_users=np.arange(len(numbers)),
+        prompts_a_user=prompts,
+    )
+    return Responses(
+        tokens=tokens,
+        mask=mask,
+        **rows_of(asked, shapes.rows),
+        from_base=np.zeros(len(tokens), dtype=bool),
+        texts=[""] * len(tokens),
+        max_new_tokens=length,
+        num_generations=together,
     )
 
 

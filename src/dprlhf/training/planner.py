@@ -371,7 +371,6 @@ def choose(
     responses: float | None = None,
     rounds: Sequence[int] = (),
     show: int = 5,
-    seconds: float = 10.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[list[Choice], int]:
     """Return the best few choices, the best first, and how many were not costed for lack of time.
@@ -425,7 +424,6 @@ def choose(
         rate=facts.rated,
         rank=rank,
         show=show,
-        seconds=seconds,
         slow=is_slow,
         progress=progress,
     )

@@ -283,15 +283,7 @@ class Reinforcement:
         """Evaluate a few public prompts, and put the figures into the form of their files."""
         if self.public is None or self.recipe.evaluation is None:
             return
-        tried = evaluate(
-            prepared.policy,
-            self.scorer,
-            self.public.first(_REHEARSED),
-            self.recipe.rollout,
-            seed=self.recipe.seed,
-            max_prompt_tokens=self.recipe.data.max_prompt_tokens,
-            batch_size=self.recipe.update.batch_size,
-        )
+        tried = self._measured(prepared.policy, self.public.first(_REHEARSED))
         write_json(folder.evaluation, figures(tried, tried))
         write_json(folder.samples, samples(tried, tried))
 
@@ -427,21 +419,20 @@ class Reinforcement:
         processes = None if during else run.processes  # during the run the main process is alone
         share = len(self.public) / (processes.count if processes else 1)
         with run.progress.bar(description, math.ceil(share)) as tick:
-            measured = evaluate(
-                run.policy,
-                self.scorer,
-                self.public,
-                self.recipe.rollout,
-                seed=self.recipe.seed,
-                max_prompt_tokens=self.recipe.data.max_prompt_tokens,
-                tick=tick,
-                batch_size=self.recipe.update.batch_size,
-                processes=processes,
-                compute_metrics=self._sources.compute_metrics,
+            metrics = self._sources.compute_metrics
+            measured = self._measured(
+                run.policy, self.public, tick=tick, processes=processes, compute_metrics=metrics
             )
         if run.policy.is_base:
             self._before = measured
         return measured
+
+    def _measured(self, policy: CausalLMPolicy, prompts: Prompts, **more: Any) -> Evaluated:
+        recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
+        sizes = {"max_prompt_tokens": longest, "batch_size": recipe.update.batch_size}
+        return evaluate(
+            policy, self.scorer, prompts, recipe.rollout, seed=recipe.seed, **sizes, **more
+        )
 
     def seconds_a_round(self, run: Run) -> float | None:
         """Time a response's phases on public prompts, or without them on neutral ones."""
