@@ -11,13 +11,12 @@ from dprlhf import DprlhfError, recipe
 from dprlhf.policies.protocol import Sampling
 from dprlhf.recipe import (
     PublicData,
-    Recipe,
     load_any_recipe,
     load_recipe,
     make_recipe,
     without_effect,
 )
-from helpers.recipes import SMALL, least, recipe_settings, refusal
+from helpers.recipes import SMALL, least, refusal
 from helpers.recipes import recipe_settings as settings
 
 
@@ -62,6 +61,7 @@ def test_an_offending_value_is_short_and_one_of_a_program_is_not_quoted() -> Non
     assert len(message) < 200
     assert "a DataFrame" in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
     assert "CANARY" not in refusal(settings(data__path=pd.DataFrame({"prompt": ["CANARY"]})))
+    assert refusal(settings(rollout__batch_size="x")).startswith("rollout.batch_size: Input")
     message = refusal(settings(rollout__temperature=1e-300))
     assert message == "rollout.temperature: Input should be between 1e-30 and 1e30, not 1e-300"
 
@@ -136,8 +136,6 @@ def test_overrides(file: Path, override: str, read: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"rounds: [1", "not valid YAML"),
-        (b"rounds: !!python/object/apply:os.getcwd []", "not valid YAML"),
         (b"\xff\xfe\x00", "not valid YAML"),
         (b"- 1", "a recipe is a mapping of keys to values"),
     ],
@@ -195,32 +193,27 @@ def test_evaluation_on_other_rows_is_not(key: str) -> None:
     make_recipe(settings(data=sliced, evaluation={"data": {**PEOPLE, "split": "train[90%:]"}}))
 
 
-def recipe_of(**changes: Any) -> Recipe:
-    made = recipe_settings()
-    for section, values in changes.items():
-        made[section] = {**made.get(section, {}), **values}
-    return Recipe.model_validate(made)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"optimizer": {"name": "adam", "momentum": 0.6}}, ["optimizer.momentum has no effect"]),
-        ({"optimizer": {"name": "sgd", "momentum": 0.6}}, []),
-        ({"data": {"max_prompts_per_user": 2}}, ["data.max_prompts_per_user has no effect"]),
-        ({"data": {"max_prompts_per_user": 2, "user_column": "u"}}, []),
+        ({"optimizer__momentum": 0.6}, ["optimizer.momentum has no effect"]),
+        ({"optimizer__momentum": 0.6, "optimizer__name": "sgd"}, []),
+        ({"data__max_prompts_per_user": 2}, ["data.max_prompts_per_user has no effect"]),
+        ({"data__max_prompts_per_user": 2, "data__user_column": "u"}, []),
+        ({"rewards__0__label": "good"}, ["rewards.0.label has no effect"]),
+        ({"rewards__1__label": "good"}, []),
         ({}, []),
     ],
 )
 def test_a_changed_setting_that_changes_nothing_is_told(changes, expected):
-    found = without_effect(recipe_of(**changes))
+    found = without_effect(make_recipe(settings(**changes)))
     assert len(found) == len(expected)
     for sentence, start in zip(found, expected, strict=True):
         assert sentence.startswith(start)
 
 
 UNREADABLE = ["2024-99-99", "!!int x", "!!int ''", "!!bool maybe", "!!timestamp x", "0x_", "[a"]
-UNREADABLE += ["[" * 500, "&a [*a]"]
+UNREADABLE += ["[" * 500, "&a [*a]", "!!python/object/apply:os.getcwd []"]
 """Values that YAML's own types refuse, each with an error of its own."""
 
 
@@ -237,14 +230,11 @@ def test_what_yaml_cannot_read(text: str, tmp_path: Path) -> None:
 def test_an_alias_is_a_copy(tmp_path: Path) -> None:
     """An override of one place changes no other, and no merged key is one that is given twice."""
     (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump(recipe_settings())
+        yaml.safe_dump(SMALL)
         + "evaluation: {data: &d {<<: {path: b, split: test}, path: a}}\n"
         + "update: {subspace: {data: *d}}\ntracking: {<<: {report_to: none}}\n"
     )
-    made = load_recipe(tmp_path / "recipe.yaml", ["update.subspace.data.path=c"])
-    assert made.evaluation is not None
-    assert made.update.subspace is not None
-    assert made.update.subspace.data is not None
+    made: Any = load_recipe(tmp_path / "recipe.yaml", ["update.subspace.data.path=c"])
     assert (made.evaluation.data.path, made.update.subspace.data.path) == ("a", "c")
 
 

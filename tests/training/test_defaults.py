@@ -108,9 +108,6 @@ def test_what_is_given_stays(given: dict[str, Any]) -> None:
     assert free["optimizer"]["name"] == "normalized-sgd"
     lengths = [made["optimizer"]["learning_rate"] for made in (free, logged, kto)]
     assert lengths == [8.0, 8.0, 2.0]  # natural steps are longer
-    own = {**values, "update": {"subspace": {"rank": 2}}}
-    halved = with_defaults(own, users=9, public=12, model="nowhere")
-    assert halved["evaluation"]["prompts"] == 6  # and the others are for its directions
     few = [with_defaults(v, users=300, public=400, model="nowhere") for v in (values, {})]
     assert [made["rounds"] for made in few] == [8, 4]  # with directions, and without public rows
     assert with_defaults({"rounds": 0}, users=9, public=None, model="nowhere")["rounds"] == 0

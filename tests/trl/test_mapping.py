@@ -95,6 +95,7 @@ def value(recipe: Any, key: str) -> Any:
         ({"privacy_book": "book.db"}, "privacy.book", "book.db"),
         ({"public": 5}, "evaluation.prompts", 256),
         ({"public": 400}, "evaluation.prompts", 128),
+        ({"public": 12, "privacy_subspace": {"rank": 2}}, "evaluation.prompts", 6),
         ({"public": 400}, "update.subspace.rank", 16),
         ({"public": 400}, "optimizer.name", "normalized-sgd"),
         ({"public": 400, "learning_rate": 0.1}, "update.subspace", None),

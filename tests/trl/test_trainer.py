@@ -286,22 +286,13 @@ def test_the_log_has_released_and_public_values_under_trls_names(model, tmp_path
     assert made.evaluate()["eval_reward"] == last
 
 
-def test_a_public_metric_of_ones_own(model: str, tmp_path: Path) -> None:
-    def longest(prediction: Any) -> dict[str, float]:
-        assert len(prediction.inputs) == len(prediction.label_ids) == len(PUBLIC)
-        return {"longest": float(max(map(len, prediction.predictions)))}
-
-    made = trainer(model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=longest)
-    assert made.evaluate(metric_key_prefix="test")["test_longest"] > 0
-    with pytest.raises(DprlhfError, match=r"are users' rows, too.*privacy_declared_public=True"):
-        made.evaluate(PROMPTS[:3])
-
-
 def test_a_public_metric_of_ones_own_is_in_every_evaluation_of_the_run(model, tmp_path):
     """As in transformers, also in those that a training makes; and in the run's files."""
 
     def longest(prediction: Any) -> dict[str, Any]:
-        return {"eval_longest": np.float32(max(map(len, prediction.predictions)))}
+        assert len(prediction.inputs) == len(prediction.label_ids) == len(PUBLIC)
+        most = np.float32(max(map(len, prediction.predictions)))
+        return {"eval_longest": most, "none": math.inf}
 
     made = trainer(
         model, tmp_path / "a", eval_dataset=PUBLIC, compute_metrics=longest, max_steps=2,
@@ -313,7 +304,11 @@ def test_a_public_metric_of_ones_own_is_in_every_evaluation_of_the_run(model, tm
     assert sorted(told) == [0, 1, 2]
     lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["public_longest"] == told[1]
-    assert made.evaluate()["eval_longest"] == told[2]
+    assert made.evaluate(metric_key_prefix="test")["test_longest"] == told[2]
+    evaluated = (tmp_path / "a/evaluation.json").read_text()
+    assert json.loads(evaluated)["after"]["none"]["mean"] is None  # JSON has no infinity
+    with pytest.raises(DprlhfError, match=r"are users' rows, too.*privacy_declared_public=True"):
+        made.evaluate(PROMPTS[:3])
 
 
 def test_users_prompts_are_not_public_whatever_is_declared(model: str, tmp_path: Path) -> None:
@@ -501,14 +496,11 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_a_rounds_logs_are_its_released_values_alone() -> None:
+def test_logs_of_a_round_are_released_and_those_of_an_evaluation_public() -> None:
     logs = as_logs(METRICS, {"reward": "rewards/length/mean", "valid_share": "valid"})
     assert logs == {
         "reward": 0.0, "rewards/length/mean": 0.0, "grad_norm": 2.0, "learning_rate": 0.1,
     }  # fmt: skip
-
-
-def test_an_evaluation_has_public_values_alone() -> None:
     assert as_evaluation(METRICS) == {"eval_kl": 0.5, "eval_reward": 1.5}
     assert as_evaluation(METRICS, "test") == {"test_kl": 0.5, "test_reward": 1.5}
 

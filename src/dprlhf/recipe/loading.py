@@ -184,10 +184,17 @@ def _found(recipe: AnyRecipe) -> Iterator[tuple[str, str]]:
         for name in ("name", "split"):
             if changed(data, name):
                 yield f"data.{name}", "on a single file, all of whose rows are read"
+    kind = getattr(recipe.update, "loss_type", None)
+    if kind in ("policy_gradient", "linear_reward") and changed(recipe.update, "beta"):
+        yield "update.beta", f"with update.loss_type {kind}"
     whole = isinstance(data, Documents) and data.completion_column is None
     if whole and changed(data, "max_prompt_tokens"):
         yield "data.max_prompt_tokens", "without data.completion_column: all is learnt"
     if isinstance(recipe, Recipe):
+        for i, reward in enumerate(recipe.rewards):
+            for name in ("label", "text"):
+                if reward.function is not None and changed(reward, name):
+                    yield f"rewards.{i}.{name}", "without a classifier"
         oracle = recipe.update.least_squares
         if oracle is not None:
             for name in ("steps", "step_size") if oracle.closed_form else ("damping",):

@@ -23,6 +23,8 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
     # A misspelt required key is missing and unknown at once; the second says more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in first["loc"]]
+    if first["type"] != "extra_forbidden":  # pydantic adds the kind that is wanted: constrained-int
+        location = [part for part in location if part.isidentifier() or part.isdecimal()]
     key = ".".join(location) or "recipe"
     if first["type"] == "extra_forbidden":
         named = ".".join(part for part in location if not part.isdecimal())

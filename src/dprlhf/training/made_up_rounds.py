@@ -258,6 +258,7 @@ def contributions(
     """
     rows = _made_up(policy, shapes, numbers, prompts)
     update, size = shapes.update, shapes.update.batch_size
+    oracle = getattr(update, "least_squares", None)
     if shapes.keep is not None and prompts == 1:
         rows = _with_outputs(policy, rows, size, shapes.keep)
     weights = _weights(rows)
@@ -268,19 +269,15 @@ def contributions(
         of_tokens = np.repeat(weights[:, None], rows.max_new_tokens, axis=1)
         for batch in micro_batches(rows, size, alone=policy.mixes_rows is not None):
             yield batch.users, [train_copies(policy, rows, of_tokens, batch, quick, 1.0)]
-    elif getattr(update, "least_squares", None) is not None:
-        part = 2 if isinstance(update, recipe.REBEL) else 1
+    elif oracle is not None or getattr(update, "subspace", None) is not None:
+        # An oracle takes a user's examples one by one, and a subspace all of its rows together.
+        part = None if oracle is None else 2 if isinstance(update, recipe.REBEL) else 1
         for users, _, gradients, _ in user_gradients(
             policy, rows, weights, batch_size=size, rows=part
         ):
             yield users, [gradients]
-            if prompts > 1:  # the further passes need no more memory
+            if oracle is not None and prompts > 1:  # the further passes need no more memory
                 return
-    elif getattr(update, "subspace", None) is not None:
-        for users, _, gradients, _ in user_gradients(
-            policy, rows, weights, batch_size=size, rows=None
-        ):
-            yield users, [gradients]
     else:
         yield from recorded_by_user(policy, rows, weights, batch_size=size)
 

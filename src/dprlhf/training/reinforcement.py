@@ -428,10 +428,16 @@ class Reinforcement:
         return measured
 
     def _measured(self, policy: CausalLMPolicy, prompts: Prompts, **more: Any) -> Evaluated:
-        recipe, longest = self.recipe, self.recipe.data.max_prompt_tokens
-        sizes = {"max_prompt_tokens": longest, "batch_size": recipe.update.batch_size}
+        recipe = self.recipe
         return evaluate(
-            policy, self.scorer, prompts, recipe.rollout, seed=recipe.seed, **sizes, **more
+            policy,
+            self.scorer,
+            prompts,
+            recipe.rollout,
+            seed=recipe.seed,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            batch_size=recipe.update.batch_size,
+            **more,
         )
 
     def seconds_a_round(self, run: Run) -> float | None:
