@@ -47,6 +47,12 @@ def missing_path(said: str, path: str) -> DprlhfError:
 REMOVED = {
     "update.critic": "update.baseline: loo subtracts the user's own other responses",
     "optimizer.name=adam-corrected": "take adam, over which it had no measured gain",
+    "policy.adapter.type=lora-b": "take type: ffa-lora, its name in the literature",
+    "policy.adapter.type=lora-xs": "take type: ffa-lora, which trains few parameters, too",
+    "policy.adapter.type=vera": "take type: peft with peft: {peft_type: VERA, r: …}",
+    "policy.adapter.type=ia3": "take type: peft with peft: {peft_type: IA3}",
+    "policy.adapter.type=norms": "take type: peft with peft: {peft_type: LN_TUNING, …}",
+    "policy.adapter.type=biases": "take type: peft with {peft_type: LORA, lora_bias: true, …}",
     "optimizer.average": "the run leaves its last parameters",
     "update.subspace.source": "give public prompts in update.subspace.data or evaluation.data",
     "tracking.live": "trackers get all rounds when the run ends; metrics.jsonl has each at once",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import math
 from typing import Any
 
 import pytest
@@ -91,12 +90,6 @@ def test_batch_sizes_without_effect_need_not_fit_the_responses(own: Any) -> None
     given = {"steps_per_generation": 4, "generation_batch_size": 7, "eval_strategy": "steps"}
     for count in (2, 3, 12, 32):
         own(output_dir="x", privacy_epsilon=4.0, num_generations=count, eval_steps=1, **given)
-
-
-def test_a_baseline_is_one() -> None:
-    for budget in ({"privacy_epsilon": math.inf}, {"privacy_noise_multiplier": 0.0}):
-        assert PrivateGRPOConfig(output_dir="x", **budget).is_baseline
-    assert not PrivateGRPOConfig(output_dir="x", privacy_epsilon=1.0).is_baseline
 
 
 def test_from_trl_keeps_what_was_set_and_says_the_other_defaults_once(capsys, monkeypatch):

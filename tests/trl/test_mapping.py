@@ -79,6 +79,7 @@ def value(recipe: Any, key: str) -> Any:
         ({"loss_type": "dr_grpo"}, "update.baseline", "group"),
         ({"loss_type": "dr_grpo", "scale_rewards": "none"}, "update.baseline", "loo"),
         ({"privacy_epsilon": math.inf}, "update.clip_norm", math.inf),
+        ({"privacy_noise_multiplier": 0.0}, "update.clip_norm", math.inf),
         ({"privacy_clip_norm": 0.5}, "update.clip_norm", 0.5),
         ({"privacy_noise_multiplier": 2.0}, "privacy.noise_multiplier", 2.0),
         ({"privacy_delta": 1e-7}, "privacy.delta", 1e-7),

@@ -32,17 +32,6 @@ ADAPTERS: dict[AdapterType, AdapterKind] = {
     "full": AdapterKind("All weights (full fine-tuning)", experimental=True),
 }
 
-REMOVED_TYPES = {
-    "lora-b": "take type: ffa-lora, its name in the literature",
-    "lora-xs": "take type: ffa-lora, which trains few parameters, too",
-    "vera": "take type: peft with peft: {peft_type: VERA, r: …}",
-    "ia3": "take type: peft with peft: {peft_type: IA3}",
-    "norms": "take type: peft with peft: {peft_type: LN_TUNING, target_modules: […]}",
-    "biases": "take type: peft with peft: {peft_type: LORA, lora_bias: true, …}",
-}
-"""Types of earlier versions, with what takes their place."""
-
-
 TOKENIZER_ARGUMENTS = frozenset(
     {
         "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -103,13 +92,6 @@ class Adapter(Settings):
     init: Literal["random", "public-activations", "public-contrast"] = "random"
     contrast_column: str | None = None
     peft: dict[str, Any] | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _todays_name(cls, name: Any) -> Any:
-        if isinstance(name, str) and name in REMOVED_TYPES:
-            raise ValueError(f"{name} is no type of its own any more: {REMOVED_TYPES[name]}")
-        return name
 
     @model_validator(mode="after")
     def _settings_of_type(self) -> Adapter:

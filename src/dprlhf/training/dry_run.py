@@ -33,7 +33,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
     No folder is made, no user's prompt is drawn and nothing is charged. The estimated time leaves
     out the KL penalty, which is a forward pass, and evaluation during the run.
     """
-    stage, prepared, processes = _loaded(recipe, sources or InMemoryInputs(None, None, None))
+    stage, prepared = _loaded(recipe, sources or InMemoryInputs(None, None, None))
     assert isinstance(stage, Reinforcement)
     recipe, plan, policy = stage.recipe, prepared.plan, prepared.policy
     public = stage.known
@@ -60,7 +60,7 @@ def dry_run(recipe: Recipe, sources: InMemoryInputs | None = None) -> dict[str, 
             "stand_ins": stage.public is None,
         },
         "seconds_a_response": phases,
-        "estimated_seconds": seconds / processes.count,
+        "estimated_seconds": seconds / prepared.processes.count,
     }
 
 
@@ -69,7 +69,7 @@ def dry_run_stage(
 ) -> dict[str, Any]:
     """Load and check everything that a supervised stage would, and time some public rows."""
     sources = InMemoryInputs(data, None, evaluation_data)
-    stage, prepared, processes = _loaded(recipe, sources)
+    stage, prepared = _loaded(recipe, sources)
     assert isinstance(stage, Supervised)
     recipe, plan, public = stage.recipe, prepared.plan, stage.public
     seconds = estimated = None
@@ -80,7 +80,7 @@ def dry_run_stage(
         seconds = seconds_a_row(prepared.policy, stage.task, some, size, plan.clip_norm)
         of_rounds = plan.rounds * (stage.seconds_a_round(prepared, seconds) or 0.0)
         # Evaluation before and after: a forward pass, about a third of a step.
-        estimated = of_rounds / processes.count + seconds * 2 * len(public) / 3
+        estimated = of_rounds / prepared.processes.count + seconds * 2 * len(public) / 3
     return {
         **_terms(stage, prepared),
         "rows_kept": recipe.data.kept,
@@ -89,13 +89,13 @@ def dry_run_stage(
     }
 
 
-def _loaded(recipe: AnyRecipe, sources: InMemoryInputs) -> tuple[Stage, PreparedRun, Processes]:
+def _loaded(recipe: AnyRecipe, sources: InMemoryInputs) -> tuple[Stage, PreparedRun]:
     """Load and check everything as a run does, up to what it does at its end."""
     processes = Processes.connect()
     stage, prepared = load_parts(recipe, sources, processes, quiet=True)
     processes.on_main(lambda: rehearse_end(stage, prepared, None))
     processes.on_main(lambda: say_what_is_left_out(stage, prepared))
-    return stage, prepared, processes
+    return stage, prepared
 
 
 def _terms(stage: Stage, prepared: PreparedRun) -> dict[str, Any]:
