@@ -69,8 +69,8 @@ def with_defaults(
     fewest, free = FEWEST_ROUNDS, "subspace" not in update and "optimizer" not in made
     if evaluation is not None and public is not None:
         taken = evaluation.get("prompts", max(2, min(EVALUATED, public // 2)))
-        given = dict(update.get("subspace") or {})
-        if given and not given.get("data"):
+        given = update.get("subspace")
+        if isinstance(given, Mapping) and not given.get("data"):
             evaluation["prompts"] = taken  # its directions are fitted to the others
         enough = public - taken >= 2 * DIRECTIONS
         if free and works and enough and _wide(config, policy["adapter"]):
