@@ -72,8 +72,8 @@ def with_defaults(
         given = update.get("subspace")
         if isinstance(given, Mapping) and not given.get("data"):
             evaluation["prompts"] = taken  # its directions are fitted to the others
-        enough = public - taken >= 2 * DIRECTIONS
-        if free and works and enough and _wide(config, policy["adapter"]):
+        works = works and _wide(config, policy["adapter"])
+        if free and works and public - taken >= 2 * DIRECTIONS:
             evaluation["prompts"] = taken
             update["subspace"] = {"rank": DIRECTIONS, "target_kl": TARGET_KL}
             made["optimizer"] = dict(STEPS)
