@@ -157,7 +157,7 @@ def test_an_interrupted_search_goes_on(file: Path, simulated: Simulated, at: int
     else:
         assert running.result().own.runs == 1
     before, simulated.clock = len(simulated.runs), 0.0
-    running = search_for(file, trials=8)
+    running = search_for(file, trials=8, seed=-20)
     running.run()
     searched = [r for r in running._study.trials if "confirms" not in r.user_attrs]
     assert len(searched) == 8

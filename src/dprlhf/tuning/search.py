@@ -413,7 +413,7 @@ class Search:
             )
         study.set_user_attr("terms", terms)
         # The sampler's state is not kept: with one seed, each call would propose the same again.
-        own = seed + len(study.trials)
+        own = (seed + len(study.trials)) % 2**32  # what NumPy takes
         study.sampler = optuna.samplers.TPESampler(seed=own, multivariate=True)
         for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)  # it was killed
