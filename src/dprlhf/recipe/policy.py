@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings
+from dprlhf.recipe.base import Experimental, PositiveFloat, PositiveInt, Settings, changed
 
 AdapterType = Literal["lora", "ffa-lora", "peft", "full"]
 
@@ -96,8 +96,7 @@ class Adapter(Settings):
     @model_validator(mode="after")
     def _settings_of_type(self) -> Adapter:
         for name in sorted(frozenset.union(*(kind.takes for kind in ADAPTERS.values()))):
-            changed = getattr(self, name) != type(self).model_fields[name].default
-            if changed and name not in ADAPTERS[self.type].takes:
+            if changed(self, name) and name not in ADAPTERS[self.type].takes:
                 types_ = ", ".join(t for t, kind in ADAPTERS.items() if name in kind.takes)
                 raise ValueError(f"{name} is for type {types_}, not for {self.type}")
         if self.type == "peft" and "peft_type" not in (self.peft or {}):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from dprlhf.recipe.base import PositiveFloat, PositiveInt
+from dprlhf.recipe.base import PositiveFloat, PositiveInt, changed
 from dprlhf.recipe.private_update import Oracle, PrivateUpdate
 
 
@@ -116,7 +116,7 @@ class REBEL(PrivateUpdate):
 
     @model_validator(mode="after")
     def _steps_or_oracle(self) -> Self:
-        if self.oracle is not None and self.steps != type(self).model_fields["steps"].default:
+        if self.oracle is not None and changed(self, "steps"):
             raise ValueError("steps: an oracle takes its own: write oracle.steps")
         return self
 

@@ -136,14 +136,10 @@ class Progress:
             self._rounds.set_postfix(self._shown)
 
     @contextlib.contextmanager
-    def bar(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
+    def bar(self, description: str, total: int) -> Iterator[Callable[[int], Any]]:
         """Show a bar over public work."""
         with tqdm(total=total, desc=description, leave=False, disable=self._hidden) as bar:
-
-            def tick(rows: int) -> None:
-                bar.update(rows)
-
-            yield tick
+            yield bar.update
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:

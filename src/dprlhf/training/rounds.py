@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, cast
 
 import numpy as np
@@ -45,12 +45,7 @@ class Interruptible:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._pending and kind is None:

@@ -20,10 +20,9 @@ from dprlhf.agents.rewards import ENVIRONMENT_REWARD, environment_reward, reward
 from dprlhf.data.columns import listed_names
 from dprlhf.data.given_rewards import GivenReward, is_model
 from dprlhf.data.given_rows import rows_from
-from dprlhf.data.reward_arguments import given_rewards
 from dprlhf.errors import DprlhfError, one_line
 from dprlhf.policies.adapters import fresh_lora
-from dprlhf.recipe import AnyRecipe, Recipe, Reward, load_any_recipe
+from dprlhf.recipe import AnyRecipe, Recipe, load_any_recipe
 from dprlhf.rewards.reward import name_of
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.opening import recipe_digest
@@ -153,24 +152,6 @@ def with_response_template(tokenizer: Any) -> None:
             add_response_schema(tokenizer)
 
 
-def trl_rewards(
-    reward_funcs: Any,
-    weights: Sequence[float] | None,  # A weight for each; None for weights 1
-    processing_classes: Any,  # A tokenizer for each model; None for the model's own
-    *,
-    alone: bool = True,
-) -> list[GivenReward]:
-    """Return the rewards of a trainer."""
-    if alone and (reward_funcs is None or reward_funcs in ([], ())):
-        raise DprlhfError("reward_funcs: give a reward: a callable, a classifier's name or a model")
-    return given_rewards(reward_funcs, weights, processing_classes)
-
-
-def names_of(rewards: Sequence[GivenReward], environments: Any = None) -> list[str]:
-    """Return the names of rewards in the logs, as TRL gives them."""
-    return [_name(reward.settings, reward.given, environments) for reward in rewards]
-
-
 def means_of(rewards: Sequence[GivenReward], names: Sequence[str]) -> dict[str, str]:
     """Return further names of the released mean: that of a sum does not show its terms."""
     if len(rewards) == 1 and rewards[0].settings.weight == 1.0:
@@ -184,11 +165,13 @@ def function_of(reward: GivenReward) -> Any:
     return reward.given or (environment_reward if name == ENVIRONMENT_REWARD else name)
 
 
-def _name(settings: Reward, given: Any, environments: Any) -> str:
-    if given is None and settings.name == ENVIRONMENT_REWARD:
+def name_in_logs(reward: GivenReward, environments: Any) -> str:
+    """Return the name of a reward in the logs, as TRL gives it."""
+    name, given = reward.settings.name, reward.given
+    if given is None and name == ENVIRONMENT_REWARD:
         return "+".join(rewarding(environments))
     if given is None:
-        return Path(settings.name).name
+        return Path(name).name
     if is_model(given):
         return Path(str(getattr(given.config, "name_or_path", "") or type(given).__name__)).name
     return name_of(given)

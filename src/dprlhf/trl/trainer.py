@@ -55,12 +55,11 @@ from dprlhf.trl.arguments import (
     function_of,
     in_trls_words,
     means_of,
-    names_of,
+    name_in_logs,
     parts_of,
     refuse_optimizers,
     rows_of,
     together,
-    trl_rewards,
     with_response_template,
     with_user_column,
     without_adapter,
@@ -204,11 +203,13 @@ class PrivateTrainer(Generic[C]):
     def _given_rewards(self, reward_funcs: Any, processing_classes: Any) -> list[GivenReward]:
         """Return the rewards that were passed, and after them those of the environments."""
         of_environments = given_rewards(environment_rewards(self._agent["environment_factory"]))
-        if of_environments and reward_funcs is None:
+        if reward_funcs is None or reward_funcs in ([], ()):
+            if not of_environments:
+                raise DprlhfError(
+                    "reward_funcs: give a reward: a callable, a classifier's name or a model"
+                )
             reward_funcs = ()
-        own = trl_rewards(
-            reward_funcs, self.args.reward_weights, processing_classes, alone=not of_environments
-        )
+        own = given_rewards(reward_funcs, self.args.reward_weights, processing_classes)
         return [*own, *of_environments]
 
     def _load_policy(self, model: Any, tokenizer: Any) -> CausalLMPolicy:
@@ -275,7 +276,8 @@ class PrivateTrainer(Generic[C]):
     @property
     def reward_func_names(self) -> list[str]:
         """The names of the rewards, as TRL makes them; an environment's reward has its class's."""
-        return names_of(self._rewards, self._agent["environment_factory"])
+        environments = self._agent["environment_factory"]
+        return [name_in_logs(reward, environments) for reward in self._rewards]
 
     @property
     def reward_weights(self) -> torch.Tensor:
