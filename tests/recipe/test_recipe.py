@@ -227,8 +227,7 @@ def test_what_yaml_cannot_read(text: str, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_an_alias_is_a_copy(tmp_path: Path) -> None:
-    """An override of one place changes no other, and no merged key is one that is given twice."""
+def test_an_alias_is_a_copy_whose_merged_keys_are_not_given_twice(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(SMALL)
         + "evaluation: {data: &d {<<: {path: b, split: test}, path: a}}\n"

@@ -58,6 +58,8 @@ class TestMeasure:
             except DprlhfError as error:
                 refused += "no signal could be measured on 24" in str(error)
         assert refused == 3
+        with pytest.raises(DprlhfError, match=r"update\.name npg with an oracle"):
+            measure(*made(model, update__name="npg"))
 
     @pytest.mark.slow
     def test_no_users_prompt_is_read(self, model: str) -> None:

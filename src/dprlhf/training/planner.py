@@ -324,6 +324,11 @@ def measure(
             "plan: the recipe must state privacy.epsilon, a finite one: the planner chooses what"
             " the noise multiplier follows from"
         )
+    if recipe.update.least_squares is not None:
+        raise DprlhfError(
+            f"plan: no signal is measured of update.name {recipe.update.name} with an oracle, which"
+            " releases the answers of a regression: compare settings by dprlhf tune"
+        )
     one_round = {"participations": 1, "bands": 1, "partition": "random-allocation"}
     privacy = recipe.privacy.model_copy(update=one_round)
     probed = recipe.model_copy(update={"privacy": privacy, "rounds": 1})
