@@ -210,8 +210,8 @@ def test_a_user_with_all_its_prompts_is_tried(update: str, monkeypatch: pytest.M
     made = made_up_rounds._made_up
     most: list[int] = []
 
-    def watched(*given: Any) -> Any:
-        rows = made(*given)
+    def watched(*given: Any, **named: Any) -> Any:
+        rows = made(*given, **named)
         most.append(int(np.bincount(rows.user).max()))
         return rows
 
