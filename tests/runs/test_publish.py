@@ -55,6 +55,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
 
 class TestPush:
     def test_policy_and_card_travel_and_nothing_else(self, finished, hub):
+        (finished / "policy/link").symlink_to(finished / "secret/key")
+        with pytest.raises(DprlhfError, match="link: a link"):
+            push(finished, "me/mine")
+        (finished / "policy/link").unlink()
         assert push(finished, "me/mine", private=True) == "https://huggingface.co/me/mine"
         (_, created), (_, uploaded) = hub.calls
         assert created == {"repo_id": "me/mine", "private": True, "exist_ok": True}

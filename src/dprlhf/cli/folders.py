@@ -107,8 +107,9 @@ def push(
     from dprlhf.runs.publish import push as upload
 
     if dry_run:
-        typer.echo(f"to the {'public' if public else 'private'} repository {repo}, if it is new:")
-        typer.echo("\n".join(f"  {file} ({size:,} bytes)" for file, size in files_to_push(run)))
+        files = [f"  {file} ({size:,} bytes)" for file, size in files_to_push(run)]
+        place = f"to the {'public' if public else 'private'} repository {repo}, if it is new:"
+        typer.echo("\n".join([place, *files]))
     else:
         typer.echo(upload(run, repo, private=not public))
 

@@ -42,11 +42,12 @@ def push(
         revision: Branch, created if it does not exist; None for the main one.
 
     Raises:
-        DprlhfError: The run has no policy yet, its card is damaged, or the hub refused the upload.
+        DprlhfError: There is no policy yet, or a link in it, or the hub refused the upload.
     """
     from huggingface_hub import HfApi
 
     folder = _finished(run)
+    files_to_push(run)
     if not (folder.policy / FILE).is_file():  # nobody shall get the weights without it
         attach(folder.policy, carried_with(read_card(folder), records_of(folder.path)))
     try:
@@ -74,10 +75,12 @@ def files_to_push(run: str | Path) -> list[tuple[str, int]]:
     """Return the name and the size in bytes of each file that :func:`push` would upload.
 
     Raises:
-        DprlhfError: The run has no policy yet.
+        DprlhfError: The run has no policy yet, or a link is in it.
     """
     policy = _finished(run).policy
     files = sorted(file for file in policy.rglob("*") if file.is_file())
+    if links := [file for file in files if file.is_symlink()]:
+        raise DprlhfError(f"{links[0]}: a link, which could lead into secret/: put a file there")
     return [(str(file.relative_to(policy)), file.stat().st_size) for file in files]
 
 
