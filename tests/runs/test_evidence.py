@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dprlhf.privacy.ledger import Entry, read_ledger
 from dprlhf.recipe import SFTRecipe
 from dprlhf.runs.card import note_audit
 from dprlhf.runs.earlier import records_of, total_of
-from dprlhf.runs.evidence import write_evidence
+from dprlhf.runs.evidence import hashes, write_evidence
 from dprlhf.runs.folder import RunFolder
 from helpers import tiny
 from helpers.stages import people, stage_of
@@ -137,6 +138,15 @@ def test_a_link_into_secret_is_not_followed(run: Path, tmp_path: Path) -> None:
     files = statement_of(run, tmp_path / "out")["files"]
     assert "policy/README.md" in files
     assert not [name for name in files if name.startswith("policy/x-")]
+
+
+def test_a_file_is_hashed_without_being_held_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(bytes(2**25))
+    tracemalloc.start()
+    assert [*hashes(RunFolder(tmp_path))] == ["model/weights"]
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from dprlhf.runs.checkpoint import last_checkpoint
 from dprlhf.runs.earlier import Record, records_of, risk_of, total_of
 from dprlhf.runs.folder import RunFolder, write_atomically, write_json
 from dprlhf.runs.opening import recipe_digest
+from dprlhf.runs.report import finite_number
 
 
 @dataclass
@@ -356,7 +357,7 @@ def audit_facts(records: Records) -> dict[str, Any] | None:
     lines = []
     for audit in audits_on(records.card):
         names = ("bound", "confidence", "guesses", "right")
-        facts = {name: _number(audit.get(name)) for name in names}
+        facts = {name: finite_number(audit.get(name)) for name in names}
         bound = facts["bound"]
         lines.append({
             **facts,
@@ -383,13 +384,9 @@ def hashes(folder: RunFolder) -> dict[str, str]:
     for file in [*named, *(file for place in places for file in sorted(place.rglob("*")))]:
         name = file.relative_to(folder.path)
         if file.is_file() and file.resolve() == folder.path.resolve() / name:
-            digests[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+            with file.open("rb") as content:  # which may be larger than the memory
+                digests[name.as_posix()] = hashlib.file_digest(content, "sha256").hexdigest()
     return digests
-
-
-def _number(value: Any) -> float | None:
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if numeric and math.isfinite(value) else None
 
 
 def _unknown_origin(source: Source, records: Records) -> str | None:
