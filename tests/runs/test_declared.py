@@ -111,6 +111,14 @@ def test_a_run_that_starts_from_the_model_counts_it(model: Path, tmp_path: Path)
         )
 
 
+def test_no_file_of_the_model_is_half_written(model: Path) -> None:
+    before = (model / "config.json").read_bytes()
+    (model / "config.json.tmp").mkdir()  # where the new content would go
+    with pytest.raises(DprlhfError, match=r"config\.json: could not be written"):
+        declare(model, [(1.0, 0.1, 10)], delta=DELTA)
+    assert (model / "config.json").read_bytes() == before
+
+
 def test_an_unknown_sampling_has_no_epsilon(model: Path) -> None:
     """Taken for batches of one pass each, it would count fewer passes than they make."""
     with pytest.raises(DprlhfError, match="poisson or shuffled, not 'shuffle'"):

@@ -362,9 +362,11 @@ def test_the_total_of_models_is_the_total_of_their_runs(place: Path) -> None:
 )
 def test_an_altered_record_is_refused(place, tmp_path, change):
     model = shutil.copytree(place / "merged", tmp_path / "model")
-    (model / FILE).write_text(json.dumps(change(json.loads((model / FILE).read_text()))))
-    with pytest.raises(DprlhfError, match=r"its privacy record \(dprlhf_privacy\) was altered"):
-        read_earlier(recipe(model))
+    changed = json.dumps(change(json.loads((model / FILE).read_text()))).encode()
+    for content in (changed, changed + b"\xff"):
+        (model / FILE).write_bytes(content)
+        with pytest.raises(DprlhfError, match=r"privacy record \(dprlhf_privacy\) was altered"):
+            read_earlier(recipe(model))
 
 
 def test_a_model_of_somebody_else_carries_none(place: Path) -> None:

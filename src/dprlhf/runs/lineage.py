@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from dprlhf.errors import DprlhfError
+from dprlhf.runs.folder import write_atomically, write_json
 
 FILE = "dprlhf_privacy.json"
 KEY = "dprlhf_privacy"
@@ -35,13 +36,12 @@ the runs before it, each as :class:`dprlhf.runs.earlier.Record` has them."""
 
 def attach(folder: Path, carried: Carried) -> None:
     """Write a record into a folder of weights, wherever it can be."""
-    (folder / FILE).write_text(json.dumps(carried, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / FILE, carried)
     config, card = folder / "config.json", folder / "README.md"
     if config.is_file():
-        settings = {**json.loads(config.read_text("utf-8")), KEY: carried}
-        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(config, {**json.loads(config.read_text("utf-8")), KEY: carried})
     if card.is_file():
-        card.write_text(in_card(card.read_text("utf-8"), carried), encoding="utf-8")
+        write_atomically(card, in_card(card.read_text("utf-8"), carried))
     for weights in folder.glob("*.safetensors"):
         # The tensors are copied as they are.
         length, header = _header(weights)
@@ -103,7 +103,7 @@ def is_adapter(model: str, revision: str | None = None) -> bool:
 def _texts(model: str, revision: str | None, fetch: bool) -> Iterator[Any]:
     """Yield what each place says where a record may be, as text or already parsed."""
     for file in _files(model, FILE, revision, fetch):
-        yield file.read_text("utf-8")
+        yield file.read_text("utf-8", errors="replace")
     for file in _files(model, "config.json", revision, fetch):
         with contextlib.suppress(ValueError):  # whoever loads the model will say so
             settings = json.loads(file.read_text("utf-8"))
