@@ -23,7 +23,7 @@ from dprlhf.privacy.partition import allocate
 from dprlhf.privacy.plan import make_plan
 from dprlhf.recipe import Data
 from dprlhf.runs.earlier import records_of, risk_of
-from dprlhf.runs.withdrawal import erase
+from dprlhf.runs.withdrawal import STATEMENTS, erase
 from helpers.runs import lower_case, run_settings, weights
 
 KEY = bytes(range(32))
@@ -210,6 +210,10 @@ def test_a_withdrawal_that_a_crash_cut_short_is_mended(model, key, tmp_path):
     run = stopped(settings(model, tmp_path, rows_of(8), data__user_column="who"))
     digest = run / "secret/data-digest"
     before = digest.read_text()
+    (run / "secret" / STATEMENTS).mkdir()  # nobody could read what is said to be in it
+    with pytest.raises(DprlhfError, match="could not be written"):
+        erase(run, ["person 3"])
+    (run / "secret" / STATEMENTS).rmdir()
     erase(run, ["person 3"])
     after = digest.read_text()
     digest.write_text(before)

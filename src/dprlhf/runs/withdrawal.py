@@ -24,7 +24,7 @@ from dprlhf.privacy.ledger import Ledger, opened_terms
 from dprlhf.privacy.plan import json_ready
 from dprlhf.recipe import load_any_recipe
 from dprlhf.runs.earlier import records_of, risk_of
-from dprlhf.runs.folder import RunFolder, append_secret
+from dprlhf.runs.folder import RunFolder, write_atomically
 from dprlhf.runs.opening import present, withdraw
 
 STATEMENTS = "withdrawals.jsonl"
@@ -79,5 +79,7 @@ def erase(run: str | Path, users: Sequence[str], *, prompts: Any = None) -> dict
         )
         text = json.dumps(statement, sort_keys=True)
         statement["hmac_sha256"] = hmac.new(key, text.encode(), "sha256").hexdigest()
-        append_secret(folder.secret / STATEMENTS, json.dumps(statement) + "\n")
+        file = folder.secret / STATEMENTS
+        before = file.read_text("utf-8") if file.is_file() else ""
+        write_atomically(file, before + json.dumps(statement) + "\n", mode=0o600)
     return statement
