@@ -62,10 +62,7 @@ def test_the_key_is_for_the_owner_alone(tmp_path: Path, umask: int) -> None:
     assert ignored.read_text() == "*\n"
 
 
-def test_a_copy_that_lost_its_mode_is_closed_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create()
-    write_atomically(folder.recipe, "rounds: 1\n")
+def test_a_copy_that_lost_its_mode_is_closed_again(folder: RunFolder) -> None:
     folder.secret.chmod(0o755)  # as cp --no-preserve=mode leaves it
     folder.open()
     assert stat.S_IMODE(folder.secret.stat().st_mode) == 0o700
@@ -117,25 +114,30 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch, step):
     assert path.read_text() == "newer"
 
 
-def test_an_atomic_write_is_durable_when_it_returns(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, "old")
-    steps: list[Any] = []
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was fsynced, of a file with its size, and what was renamed."""
+    done: list[str] = []
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
-        status = os.fstat(descriptor)
-        steps.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        status, name = os.fstat(descriptor), Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        done.append(name if stat.S_ISDIR(status.st_mode) else f"{name}: {status.st_size}")
         real_fsync(descriptor)
 
-    def replace(a: Any, b: Any) -> None:
-        steps.append("replace")
+    def replace(a: Path, b: Path) -> None:
+        done.append(f"{a.name} -> {b.name}")
         real_replace(a, b)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    write_atomically(path, "newer")
-    assert steps == [5, "replace", "folder"]  # the name is as durable as the content
+    return done
+
+
+def test_an_atomic_write_is_durable_when_it_returns(tmp_path: Path, steps: list[str]) -> None:
+    write_atomically(tmp_path / "file", "newer")
+    # The name is as durable as the content.
+    assert steps == ["file.tmp: 5", "file.tmp -> file", tmp_path.name]
 
 
 @pytest.mark.parametrize("block", [8, 2**16])
@@ -371,33 +373,24 @@ def test_a_damaged_checkpoint_is_named(folder: RunFolder, file: str, damage: str
     path.unlink()
     if damage != "missing":
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"")
-    with pytest.raises(DprlhfError, match="checkpoint: damaged") as caught:
-        Training(folder).load()
-    assert "\n" not in str(caught.value)
+    again = Training(folder)
+    readers = [again.load, lambda: load_tuned(folder.checkpoint, again.policy)]
+    for read in readers[: 1 if "optimizer" in file else 2]:
+        with pytest.raises(DprlhfError, match="checkpoint: damaged") as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
-def test_files_of_a_replaced_folder_are_synced_before_the_rename(tmp_path, monkeypatch):
-    steps: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(descriptor: int) -> None:
-        steps.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        real_fsync(descriptor)
-
-    def replace(a: Path, b: Path) -> None:
-        steps.append(f"{a.name} -> {b.name}")
-        real_replace(a, b)
-
+def test_files_of_a_replaced_folder_are_synced_before_the_rename(tmp_path, steps):
     path = tmp_path / "folder"
     with replaced_folder(path) as fresh:
         (fresh / "old").write_text("")
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
+    steps.clear()
     with replaced_folder(path) as fresh:
         (fresh / "inside").mkdir()
         (fresh / "inside" / "file").write_text("x")
     assert steps == [
-        "file", "folder.new", "folder -> folder.old", "folder.new -> folder", tmp_path.name,
+        "file: 1", "folder.new", "folder -> folder.old", "folder.new -> folder", tmp_path.name,
     ]  # fmt: skip
     assert sorted(p.name for p in path.iterdir()) == ["inside"]
 

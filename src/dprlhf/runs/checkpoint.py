@@ -7,9 +7,10 @@ Nothing here is secret: no key, no random state, no batch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,17 +73,13 @@ def load_checkpoint(
     source = last_checkpoint(folder)
     if source is None:
         return 0
-    try:
+    with _undamaged(source):
         state = json.loads((source / "state.json").read_text("utf-8"))
         t = int(state["round"])
         policy.load_state(load_file(source / "policy.safetensors"))
         moments = load_file(source / "optimizer.safetensors")
         for name, part in (others or {}).items():
             part.load_state(load_file(source / f"{name}.safetensors"))
-    except Exception as error:
-        raise DprlhfError(
-            f"{source}: damaged ({type(error).__name__}); it cannot be used"
-        ) from None
     check_frozen(policy.model, state, tolerance=1e-9)  # the very same: a sum's order may differ
     load_moments(optimizer, list(policy.parameters), moments)
     return t
@@ -90,9 +87,21 @@ def load_checkpoint(
 
 def load_tuned(checkpoint: Path, policy: CausalLMPolicy) -> None:
     """Load the policy that the run would leave now."""
-    policy.load_state(load_file(checkpoint / "policy.safetensors"))
-    state = json.loads((checkpoint / "state.json").read_text("utf-8"))
+    with _undamaged(checkpoint):
+        policy.load_state(load_file(checkpoint / "policy.safetensors"))
+        state = json.loads((checkpoint / "state.json").read_text("utf-8"))
     check_frozen(policy.model, state, tolerance=1e-2)  # it may be loaded in another number format
+
+
+@contextlib.contextmanager
+def _undamaged(checkpoint: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        raise DprlhfError(
+            f"{checkpoint}: damaged ({type(error).__name__}); it cannot be used"
+        ) from None
 
 
 def frozen_sums(model: torch.nn.Module) -> dict[str, float]:
