@@ -132,7 +132,7 @@ class TestDamage:
         [
             ("metrics.jsonl", "empty"), ("metrics.jsonl", "cut off"), ("recipe.yaml", "missing"),
             ("privacy.json", "another kind"), ("ledger.jsonl", "garbage"),
-            ("samples.json", "missing"),
+            ("samples.json", "missing"), ("evaluation.json", "cut off"),
         ],
     )  # fmt: skip
     def test_it_is_named_at_the_top_and_the_rest_is_shown(self, run, name, damage):
@@ -141,6 +141,7 @@ class TestDamage:
         assert Page(html).texts["h3"] == SECTIONS
         # A run without public prompts has no samples either.
         assert (name in problems(html)) == ((name, damage) != ("samples.json", "missing"))
+        assert problems(html).count("evaluation.json") <= 1
 
     def test_not_private(self, run: Path) -> None:
         card = json.loads((run / "privacy.json").read_text())

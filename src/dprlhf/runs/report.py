@@ -109,21 +109,21 @@ class PublishedRun:
     @property
     def before(self) -> tuple[float, float] | None:
         """Mean reward of the base model on the public prompts, and its standard error."""
-        return _mean([finite_number(s.get("reward_before")) for s in self.samples])
+        return _mean(self._rewards("before"))
 
     @property
     def after(self) -> tuple[float, float] | None:
         """Mean reward of the tuned policy on the public prompts, and its standard error."""
-        return _mean([finite_number(s.get("reward_after")) for s in self.samples])
+        return _mean(self._rewards("after"))
 
     @property
     def rise(self) -> tuple[float, float] | None:
         """The mean difference on the same prompts and draws, and its standard error."""
-        pairs = [
-            (finite_number(s.get("reward_before")), finite_number(s.get("reward_after")))
-            for s in self.samples
-        ]
+        pairs = zip(self._rewards("before"), self._rewards("after"), strict=True)
         return _mean([b - a for a, b in pairs if a is not None and b is not None])
+
+    def _rewards(self, when: str) -> list[float | None]:
+        return [finite_number(sample.get(f"reward_{when}")) for sample in self.samples]
 
 
 def read_run(path: Path) -> PublishedRun:
@@ -153,9 +153,8 @@ def read_run(path: Path) -> PublishedRun:
         timing: dict[str, Any] = _attempt(run, folder.timing, _json_of(dict), {})
         run.timing = {k: v for k, v in timing.items() if finite_number(v) is not None and v >= 0}
     if folder.evaluation.is_file():
-        run.evaluation = _attempt(run, folder.evaluation, _estimates, {})
-        run.win_rates = _attempt(run, folder.evaluation, _win_rates, {})
-        run.value = _attempt(run, folder.evaluation, _values, {})
+        measured = _attempt(run, folder.evaluation, _evaluation, ({}, {}, {}))
+        run.evaluation, run.win_rates, run.value = measured
     if run.card and not run.card.get("private"):
         run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
     if not finished:
@@ -193,38 +192,33 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
     return read
 
 
-def _estimates(file: Path) -> dict[str, dict[str, tuple[float, float]]]:
-    return {
+def _evaluation(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the measures before and after, the win rates, and the values by the logs."""
+    held = _json_of(dict)(file)
+    measures = {
         when: {
-            name: (float(value["mean"]), _or_nan(value["standard_error"]))
-            for name, value in values.items()
-            if value["mean"] is not None
+            name: (float(one["mean"]), _or_nan(one["standard_error"]))
+            for name, one in held[when].items()
+            if one["mean"] is not None
         }
-        for when, values in _json_of(dict)(file).items()
-        if when in ("before", "after")
+        for when in ("before", "after")
+        if when in held
     }
-
-
-def _values(file: Path) -> dict[str, tuple[float, float, float]]:
-    values = _json_of(dict)(file).get("value", {})
-    return {
-        name: (_or_nan(value["mean"]), float(value["low"]), float(value["high"]))
-        for name, value in values.items()
-    }
-
-
-def _or_nan(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _win_rates(file: Path) -> dict[str, tuple[float, float, float]]:
-    compared = _json_of(dict)(file).get("compared", {})
-    rates = {name: one["win_rate"] for name, one in compared.items()}
-    return {
+    rates = {name: one["win_rate"] for name, one in held.get("compared", {}).items()}
+    won = {
         name: (float(rate["rate"]), float(rate["low"]), float(rate["high"]))
         for name, rate in rates.items()
         if rate["rate"] is not None
     }
+    values = {
+        name: (_or_nan(value["mean"]), float(value["low"]), float(value["high"]))
+        for name, value in held.get("value", {}).items()
+    }
+    return measures, won, values
+
+
+def _or_nan(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _metrics(run: PublishedRun, file: Path) -> list[dict[str, Any]]:
