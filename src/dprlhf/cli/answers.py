@@ -174,7 +174,8 @@ def columns_of(answer: str) -> str | list[str] | None:
     >>> columns_of("user"), columns_of("buyer, seller"), columns_of("")
     ('user', ['buyer', 'seller'], None)
     """
+    from dprlhf.recipe.data import unit_of
+
     names = [name.strip() for name in answer.split(",") if name.strip()]
-    if len({*names}) < len(names):
-        raise DprlhfError(f"user column {answer!r}: a column is named twice")
+    unit_of(names)  # refuses a column that is named twice
     return names if len(names) > 1 else next(iter(names), None)

@@ -129,8 +129,8 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app(standalone_mode=True)
-    except DprlhfError as error:
-        print(f"dprlhf: {error}", file=sys.stderr)
+    except (DprlhfError, OSError) as error:  # the second of a file that is another account's, say
+        print(f"dprlhf: {one_line(error, None)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -7,12 +7,16 @@ from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from dprlhf.errors import DprlhfError
 from dprlhf.recipe.base import PositiveInt, Settings
 
 
 def unit_of(owners: Iterable[str]) -> str | None:
     """Return the privacy unit as ledgers and budget books write it; None where it is a row."""
-    return ",".join(sorted(owners)) or None
+    unit = ",".join(named := sorted(owners))
+    if len({*named}) < len(named):
+        raise DprlhfError(f"user column {unit!r}: a column is named twice")
+    return unit or None
 
 
 class Data(Settings):
