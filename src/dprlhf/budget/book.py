@@ -23,6 +23,7 @@ from dprlhf.budget.spending import (
     Spending,
     cost_the_same,
     largest,
+    unit_in_words,
 )
 from dprlhf.budget.state import (
     FOLLOWED,
@@ -53,6 +54,10 @@ from dprlhf.errors import DprlhfError
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
+_SHOWN = (
+    "number", "date", "dataset", "stage", "name", "run", "users", "epsilon", "times", "earlier",
+)  # fmt: skip
+"""What is shown of a reservation as it is in its row."""
 
 
 class Book:
@@ -257,8 +262,8 @@ class Book:
         dataset = state.datasets[name]
         if dataset.unit != question.unit:
             raise DprlhfError(
-                f"data set {name!r} has its budget for {_unit(dataset.unit)}, and this run protects"
-                f" {_unit(question.unit)}: give it the same data.user_column"
+                f"data set {name!r} has its budget for {unit_in_words(dataset.unit)}, and this run"
+                f" protects {unit_in_words(question.unit)}: give it the same data.user_column"
             )
         return dataset
 
@@ -303,14 +308,8 @@ class Book:
             "datasets": [self._summary(state, row) for row in state.datasets.values()],
             "reservations": [
                 {
-                    **{
-                        name: getattr(row, name)
-                        for name in ("number", "date", "dataset", "stage", "name", "run", "users")
-                    },
-                    "epsilon": row.epsilon,
+                    **{name: getattr(row, name) for name in _SHOWN},
                     "delta": state.datasets[row.dataset].delta,
-                    "times": row.times,
-                    "earlier": row.earlier,
                     "mechanism": json.loads(row.mechanism),
                 }
                 for _, row in sorted(state.reservations.items())
@@ -358,7 +357,3 @@ def _check_budget(cost: Cost, *, adds: bool) -> None:
             f"refused: with this run a user would exceed {budget}, for all runs together); nothing"
             " was spent. What is left: dprlhf budget show"
         )
-
-
-def _unit(column: str | None) -> str:
-    return "rows" if column is None else f"users by the column {column!r}"

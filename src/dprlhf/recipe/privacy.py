@@ -14,6 +14,9 @@ from dprlhf.privacy.accounting import Adjacency, Partition
 from dprlhf.recipe.base import IN_MEMORY, PositiveInt, Settings
 from dprlhf.recipe.data import Data, PublicData
 
+MOST_TUNING_RUNS = 10_000
+"""Most runs that may be declared to have chosen the settings: each is composed with the others."""
+
 
 class Privacy(Settings):
     """The privacy guarantee; give one of ``epsilon``, ``noise_multiplier`` and ``max_guess``.
@@ -53,7 +56,7 @@ class Privacy(Settings):
     adjacency: Adjacency | None = None
     participations: PositiveInt = 1
     bands: PositiveInt = 1
-    tuning_runs: Annotated[int, Field(ge=0)] | None = None
+    tuning_runs: Annotated[int, Field(ge=0, le=MOST_TUNING_RUNS)] | None = None
     book: str | None = None
     dataset: str | None = None
 

@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dprlhf.budget.spending import unit_in_words
 from dprlhf.errors import DprlhfError
 from dprlhf.privacy.accounting import Mechanism, PrivacyCost, epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import partition_named
 from dprlhf.privacy.plan import NO_PRIVACY, Plan
 from dprlhf.recipe import AnyRecipe, load_any_recipe
+from dprlhf.recipe.privacy import MOST_TUNING_RUNS
 from dprlhf.runs.folder import RunFolder
 from dprlhf.runs.lineage import KEY, carried_by, is_adapter
 
@@ -85,8 +87,8 @@ def read_earlier(recipe: AnyRecipe) -> Earlier:
     for record in records.values():
         if record.unit != recipe.data.unit:
             raise DprlhfError(
-                f"previous: {record.name} protects {_unit(record.unit)}, this run"
-                f" {_unit(recipe.data.unit)}, so there is no one statement for both: give"
+                f"previous: {record.name} protects {unit_in_words(record.unit)}, this run"
+                f" {unit_in_words(recipe.data.unit)}, so there is no one statement for both: give"
                 " both the same data.user_column"
             )
         if not record.mechanism["noise_multiplier"] and not recipe.privacy.baseline:
@@ -137,7 +139,7 @@ def _checked(values: Any) -> Record:
         and isinstance(record.unit, str | None)
         and isinstance(record.disjoint, list)  # a text would hold every run that is a part of it
         and isinstance(record.tuning_runs, int)
-        and record.tuning_runs >= 0
+        and 0 <= record.tuning_runs <= MOST_TUNING_RUNS
     )
     if not right:
         raise ValueError
@@ -273,14 +275,10 @@ def total_of_runs(
     units = {r.unit for r in known.values()}
     if len(units) > 1:
         raise DprlhfError(
-            f"the runs protect {' and '.join(sorted(map(_unit, units)))}, so there is no one"
-            " statement for them together"
+            f"the runs protect {' and '.join(sorted(map(unit_in_words, units)))}, so there is no"
+            " one statement for them together"
         )
     return list(known.values()), total_of(list(known.values()), delta)
-
-
-def _unit(column: str | None) -> str:
-    return "rows" if column is None else f"users by the column {column!r}"
 
 
 def check_lineage(recipe: AnyRecipe, named: Collection[str]) -> None:
