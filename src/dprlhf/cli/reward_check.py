@@ -70,11 +70,6 @@ def reward_check(
         raise DprlhfError(f"--reward-range {reward_range:g}: write a number above 0")
     data = recipe.Data(path=str(prompts), prompt_column=prompt_column, limit=limit)
     rows = load_rows(data)
-    if prompt_column not in rows.column_names:
-        raise DprlhfError(
-            f"{prompts}: there is no column {prompt_column!r} (--prompt-column); the columns are"
-            f" {', '.join(rows.column_names)}"
-        )
     read = Users(rows, data).select(np.arange(len(rows)))  # as a run gives them to the reward
     texts, columns = read.prompts, read.columns
     stand_in = completion_column not in columns

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dprlhf.data.columns import is_text
-from dprlhf.data.json_files import conversation_in
+from dprlhf.data.json_files import conversation_in, of_any_kinds, read_json
 from dprlhf.errors import BrokenLinesError
 
 Read = Callable[[Sequence[str], Collection[str]], Any]
@@ -85,7 +85,7 @@ def _csv_table(file: str, delimiter: str, quotechar: str) -> pa.Table:
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as lines:
         reader = csv.reader(lines, delimiter=delimiter, quotechar=quotechar, strict=True)
         try:
-            names = next(reader)
+            names = [name or f"Unnamed: {i}" for i, name in enumerate(next(reader))]
             start = reader.line_num + 1
             for fields in reader:
                 at, start = start, reader.line_num + 1
@@ -109,11 +109,10 @@ def _csv_table(file: str, delimiter: str, quotechar: str) -> pa.Table:
         raise BrokenLinesError([1], "two columns have one name, or a name is no UTF-8")
     if broken:
         raise BrokenLinesError(broken, why)
-    columns = {}
-    for place, name in enumerate(names):
-        values = [row[place] or None for row in rows]
-        columns[name or f"Unnamed: {place}"] = pa.array(values, pa.large_string())
-    return pa.table(columns)
+    return pa.table({
+        name: pa.array([row[place] or None for row in rows], pa.large_string())
+        for place, name in enumerate(names)
+    })  # fmt: skip
 
 
 def _is_utf8(fields: Sequence[str]) -> bool:
@@ -141,13 +140,6 @@ def _numbers(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     return texts
 
 
-def read_json(files: Sequence[str], texts: Collection[str]) -> Any:
-    """Return the rows of files of JSON (:mod:`dprlhf.data.json_files`)."""
-    from dprlhf.data import json_files
-
-    return json_files.read_json(files)
-
-
 MESSAGES = "messages"
 """The column whose texts are conversations as JSON, where the recipe reads its prompts from it."""
 
@@ -166,8 +158,6 @@ def with_conversations(rows: Any, prompt_column: str) -> Any:
     kind = rows.features.arrow_schema.field(MESSAGES).type
     if not is_text(kind) or pa.types.is_null(kind):
         return rows
-    from dprlhf.data.json_files import of_any_kinds
-
     talks = of_any_kinds({MESSAGES: [conversation_in(text) for text in rows[MESSAGES]]})
     others = rows.remove_columns(MESSAGES)
     both = [others, talks] if others.column_names else [talks]

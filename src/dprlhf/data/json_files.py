@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def read_json(files: Sequence[str]) -> Any:
+def read_json(files: Sequence[str], texts: Collection[str] = ()) -> Any:
     """Return the rows of files with a JSON object in each line, or with one list of objects.
 
     A value keeps the type that JSON gives it: a text that looks like a date stays a text, and where

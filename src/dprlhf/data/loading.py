@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,14 @@ import pyarrow.compute as pc
 
 from dprlhf import recipe
 from dprlhf.data.columns import answer_columns
-from dprlhf.data.file_formats import (
-    FORMATS,
-    own_cache,
-    read_csv,
-    read_json,
-    read_lines,
-    with_conversations,
-)
+from dprlhf.data.file_formats import FORMATS, own_cache, read_csv, with_conversations
 from dprlhf.errors import BrokenLinesError, DprlhfError, missing_path, one_line
 from dprlhf.hub import check_connection, split_revision
 
 _CSV_OPTIONS = {"sep": "delimiter", "quotechar": "quotechar"}
 
 
-def read_split(builder: Any, spec: recipe.Data, texts: Collection[str]) -> Any:
+def _read_split(builder: Any, spec: recipe.Data) -> Any:
     """Read the files of a folder or of a dataset on the hub as those of one's own are read."""
     import datasets
 
@@ -40,29 +34,24 @@ def read_split(builder: Any, spec: recipe.Data, texts: Collection[str]) -> Any:
             f"data {spec.path!r}: its files are not at hand, have their rows under a key, or are"
             " texts of several lines: give a folder with the files, or Parquet"
         )
+    read = FORMATS[_WITHOUT_TYPES[builder.name]]
+    if builder.name == "csv":
+        options, usual = config.pd_read_csv_kwargs, type(config)().pd_read_csv_kwargs
+        other = sorted(k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS)
+        if other:
+            raise DprlhfError(
+                f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is not"
+                " known here: give Parquet"
+            )
+        own = {ours: options[k] for k, ours in _CSV_OPTIONS.items() if k in options}
+        read = functools.partial(read_csv, **own)
     fetch = datasets.DownloadManager(
         download_config=datasets.DownloadConfig(cache_dir=own_cache())
     ).download_and_extract
-    splits = {}
-    for split, files in builder.config.data_files.items():
-        local = [str(file) for file in fetch(list(files))]
-        if builder.name == "json":
-            splits[str(split)] = read_json(local, texts)
-        elif builder.name == "text":
-            splits[str(split)] = read_lines(local, texts)
-        else:
-            options = builder.config.pd_read_csv_kwargs
-            usual = type(builder.config)().pd_read_csv_kwargs
-            other = sorted(
-                k for k, v in options.items() if v != usual.get(k) and k not in _CSV_OPTIONS
-            )
-            if other:
-                raise DprlhfError(
-                    f"data {spec.path!r}: its CSV files are read with {', '.join(other)}, which is"
-                    " not known here: give Parquet"
-                )
-            own = {ours: options[k] for k, ours in _CSV_OPTIONS.items() if k in options}
-            splits[str(split)] = read_csv(local, texts, **own)
+    splits = {
+        str(split): read([str(file) for file in fetch(list(files))], _texts(spec))
+        for split, files in config.data_files.items()
+    }
     chosen = datasets.ReadInstruction.from_spec(spec.split).to_absolute(
         {split: len(rows) for split, rows in splits.items()}
     )
@@ -172,18 +161,13 @@ def _read(path: str, spec: recipe.Data) -> Any:
     return _read_split(datasets.load_dataset_builder(path, spec.name, revision=revision), spec)
 
 
-_WITHOUT_TYPES = ("csv", "json", "text")
-"""What ``datasets`` calls formats of which it guesses types, or where rows end, by itself."""
+_WITHOUT_TYPES = {"csv": ".csv", "json": ".json", "text": ".txt"}
+"""Formats of which ``datasets`` guesses types, or where rows end, by its name: their suffix."""
 
 
 def _texts(spec: recipe.Data) -> set[str]:
     """Return the columns that are texts whatever they hold: of users' names, and what is read."""
     return {spec.prompt_column, *spec.owners, *answer_columns(spec)}
-
-
-def _read_split(builder: Any, spec: recipe.Data) -> Any:
-
-    return read_split(builder, spec, _texts(spec))
 
 
 def _read_file(file: Path, spec: recipe.Data) -> Any:

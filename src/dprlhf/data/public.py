@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dprlhf.data.columns import listed_names
 from dprlhf.data.file_formats import FORMATS, MESSAGES, lines_of
 from dprlhf.data.in_memory import rows_of
 from dprlhf.data.json_files import conversation_in
@@ -163,7 +164,8 @@ def prompts_in(file: Path, column: str) -> list[Any]:
     rows = load_rows(Data(path=str(file)))
     if column not in rows.column_names:
         raise DprlhfError(
-            f"{file}: there is no column {column!r}; the columns are {', '.join(rows.column_names)}"
+            f"{file}: there is no column {column!r}; the columns are"
+            f" {listed_names(rows.column_names)}"
         )
     return list(rows[column])
 
