@@ -29,8 +29,6 @@ class AssetStatus:
     name: str
     about: str
     ready: bool
-    path: Path
-    size: int  # Size in bytes; 0 where not ready
 
 
 # --- fetching ---------------------------------------------------------------------------------
@@ -221,12 +219,6 @@ def path(name: str) -> Path:
 def status() -> list[AssetStatus]:
     """Return one entry for each asset, in the order of ``ASSETS``."""
     return [
-        AssetStatus(
-            name=name,
-            about=asset.about,
-            ready=_asset_folder(name).exists(),
-            path=_asset_folder(name),
-            size=sum(f.stat().st_size for f in _asset_folder(name).rglob("*") if f.is_file()),
-        )
+        AssetStatus(name=name, about=asset.about, ready=_asset_folder(name).exists())
         for name, asset in ASSETS.items()
     ]

@@ -238,7 +238,11 @@ def _directions(members: NDArray[np.int64], far: torch.Tensor) -> Any:
 # --- the stages in gradient space ---------------------------------------------------------------
 
 
-def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+_Made = tuple[dict[str, Any], Any, Any, CausalLMPolicy]
+"""The settings that a stage's recipe is changed by, its rows, its reward and its small model."""
+
+
+def _updates(recipe: AnyRecipe, signs: Array) -> _Made:
     recipe = cast(Recipe, recipe)
     sign_of = {str(i): sign for i, sign in enumerate(signs)}
 
@@ -267,9 +271,7 @@ def _updates(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any,
     return changes, _rows(recipe.data, list(sign_of)), reward, BanditPolicy(len(signs))
 
 
-def _fine_tuning(
-    recipe: AnyRecipe, signs: Array
-) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+def _fine_tuning(recipe: AnyRecipe, signs: Array) -> _Made:
     texts = _texts(signs)
     learnt = [ANSWERS[1] if sign < 0 else ANSWERS[0] for sign in signs]
     changes = {
@@ -283,9 +285,7 @@ def _fine_tuning(
     return changes, rows, None, BanditPolicy(len(signs))
 
 
-def _reward_model(
-    recipe: AnyRecipe, signs: Array
-) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+def _reward_model(recipe: AnyRecipe, signs: Array) -> _Made:
     labels = cast(RewardRecipe, recipe).labels
     texts = _texts(signs)
     other = [f"{NOWHERE}{i}" for i in range(len(signs))]
@@ -310,9 +310,7 @@ def _reward_model(
     return changes, rows, None, BanditRewardModel(len(signs), count)
 
 
-def _preferences(
-    recipe: AnyRecipe, signs: Array
-) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+def _preferences(recipe: AnyRecipe, signs: Array) -> _Made:
     answers = [ANSWERS[::-1] if sign < 0 else ANSWERS for sign in signs]
     changes = {
         "policy": settings.Policy(model_name_or_path="bandit"),
@@ -327,7 +325,7 @@ def _preferences(
     return changes, rows, None, BanditPolicy(len(signs))
 
 
-def _feedback(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any, CausalLMPolicy]:
+def _feedback(recipe: AnyRecipe, signs: Array) -> _Made:
     plain: dict[str, Any] = {"baseline": 0.0, "reward_range": 1.0, "value_rounds": 0}
     if cast(FeedbackRecipe, recipe).update.loss_type == "linear_reward":
         plain["loss_type"] = "policy_gradient"  # one release is one, whatever follows from it
@@ -345,15 +343,13 @@ def _feedback(recipe: AnyRecipe, signs: Array) -> tuple[dict[str, Any], Any, Any
     return changes, rows, None, BanditPolicy(len(signs))
 
 
-_STAGES: dict[str, Callable[[AnyRecipe, Array], tuple[dict[str, Any], Any, Any, CausalLMPolicy]]]
-_STAGES = {
+_STAGES: dict[str, Callable[[AnyRecipe, Array], _Made]] = {
     "rl": _updates,
     "sft": _fine_tuning,
     "reward": _reward_model,
     "dpo": _preferences,
     "feedback": _feedback,
 }
-"""The settings, rows, reward and small model of each stage, by the ``stage`` of its recipe."""
 
 
 def _saturated(recipe: AnyRecipe) -> Any:
