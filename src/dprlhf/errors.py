@@ -112,6 +112,11 @@ def one_line(text: object, limit: int | None = 300) -> str:
     return " ".join(str(text).split())[:limit]
 
 
+def unit_in_words(column: str | None) -> str:
+    """Return what a run or a budget protects: rows, or the users whom a column names."""
+    return "rows" if column is None else f"users by the column {column!r}"
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name most like ``name``; None if none reaches ``cutoff``, in [0, 1]."""
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)

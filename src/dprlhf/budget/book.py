@@ -23,7 +23,6 @@ from dprlhf.budget.spending import (
     Spending,
     cost_the_same,
     largest,
-    unit_in_words,
 )
 from dprlhf.budget.state import (
     FOLLOWED,
@@ -50,7 +49,7 @@ from dprlhf.budget.storage import (
     open_storage,
     read_key,
 )
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, unit_in_words
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000

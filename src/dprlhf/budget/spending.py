@@ -20,11 +20,6 @@ class BrokenOffError(BookError):
     """The database broke off: it may have committed, and another attempt may succeed."""
 
 
-def unit_in_words(column: str | None) -> str:
-    """Return what a run or a budget protects: rows, or the users whom a column names."""
-    return "rows" if column is None else f"users by the column {column!r}"
-
-
 @dataclass(frozen=True)
 class Spending:
     """What a run costs each of its users."""

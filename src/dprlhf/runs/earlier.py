@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dprlhf.budget.spending import unit_in_words
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import DprlhfError, unit_in_words
 from dprlhf.privacy.accounting import Mechanism, PrivacyCost, epsilon
 from dprlhf.privacy.ledger import read_opened
 from dprlhf.privacy.partitions import partition_named
