@@ -135,7 +135,7 @@ class TestInit:
     @pytest.mark.parametrize(
         ("option", "value", "named"),
         [
-            ("--prompts", "nowhere.csv", "prompts 'nowhere.csv': there is no such file"),
+            ("--prompts", "nowhere.tsv", "prompts 'nowhere.tsv': there is no such file"),
             ("--public-prompts", "no.jsonl", "public prompts 'no.jsonl': there is no such file"),
             ("--reward", "nowhere.py:f", "there is no file 'nowhere.py'"),
             ("--reward", "my_rewards.py:brevty", "has no 'brevty'; did you mean 'brevity'?"),

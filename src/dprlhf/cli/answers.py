@@ -10,10 +10,11 @@ from typing import Any
 import typer
 
 from dprlhf.data.columns import listed_names
+from dprlhf.data.file_formats import FORMATS
 from dprlhf.errors import DprlhfError
 
-DATA_FILES = (".csv", ".json", ".jsonl", ".parquet")
-"""The suffixes of files of prompts."""
+DATA_FILES = tuple(FORMATS.keys() - {".txt"})
+"""The suffixes of files with columns; that of a text file is called what the recipe calls it."""
 
 PROMPT_COLUMNS = {
     "rl": ("prompt", "messages"),
