@@ -53,10 +53,6 @@ from dprlhf.errors import DprlhfError, unit_in_words
 
 _CREATING = 0x6470_726C  # of the advisory lock that one creator of tables holds in PostgreSQL
 _AT_ONCE = 10_000
-_SHOWN = (
-    "number", "date", "dataset", "stage", "name", "run", "users", "epsilon", "times", "earlier",
-)  # fmt: skip
-"""What is shown of a reservation as it is in its row."""
 
 
 class Book:
@@ -307,7 +303,7 @@ class Book:
             "datasets": [self._summary(state, row) for row in state.datasets.values()],
             "reservations": [
                 {
-                    **{name: getattr(row, name) for name in _SHOWN},
+                    **row._asdict(),
                     "delta": state.datasets[row.dataset].delta,
                     "mechanism": json.loads(row.mechanism),
                 }
@@ -325,17 +321,12 @@ class Book:
         used = max((cost.share() for cost in most), default=0.0)
         spent = None if row.adaptive else max((cost.epsilon() for cost in most), default=0.0)
         return {
-            "name": row.name,
-            "epsilon": row.epsilon,
-            "delta": row.delta,
-            "unit": row.unit,
-            "adaptive": row.adaptive,
+            **row._asdict(),
             "used": used,
             "spent": spent,
             "remaining": None if spent is None else max(0.0, row.epsilon - spent),
             "runs": sum(state.reservations[n].times > 0 for n in runs),
             "users": sum(n for h, n in state.sizes.items() if state.histories[h] & runs),
-            "date": row.date,
         }
 
 
