@@ -79,7 +79,10 @@ def erase(run: str | Path, users: Sequence[str], *, prompts: Any = None) -> dict
         )
         text = json.dumps(statement, sort_keys=True)
         statement["hmac_sha256"] = hmac.new(key, text.encode(), "sha256").hexdigest()
-        file = folder.secret / STATEMENTS
+        file, text = folder.secret / STATEMENTS, json.dumps(statement)
         before = file.read_text("utf-8") if file.is_file() else ""
-        write_atomically(file, before + json.dumps(statement) + "\n", mode=0o600)
+        try:
+            write_atomically(file, f"{before}{text}\n", mode=0o600)
+        except DprlhfError as problem:
+            raise DprlhfError(f"{problem}; they have withdrawn, and it would say: {text}") from None
     return statement
