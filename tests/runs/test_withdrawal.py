@@ -211,7 +211,7 @@ def test_a_withdrawal_that_a_crash_cut_short_is_mended(model, key, tmp_path):
     digest = run / "secret/data-digest"
     before = digest.read_text()
     (run / "secret" / STATEMENTS).mkdir()
-    with pytest.raises(DprlhfError, match=r'could not be written .*; they have withdrawn, .*"hmac_'):
+    with pytest.raises(DprlhfError, match=r'not be written .*; they have withdrawn, .*"hmac_'):
         erase(run, ["person 3"])
     after = digest.read_text()
     digest.write_text(before)
