@@ -153,7 +153,8 @@ def read_run(path: Path) -> PublishedRun:
         timing: dict[str, Any] = _attempt(run, folder.timing, _json_of(dict), {})
         run.timing = {k: v for k, v in timing.items() if finite_number(v) is not None and v >= 0}
     if folder.evaluation.is_file():
-        measured = _attempt(run, folder.evaluation, _evaluation, ({}, {}, {}))
+        nothing: _Measured = ({}, {}, {})
+        measured = _attempt(run, folder.evaluation, _evaluation, nothing)
         run.evaluation, run.win_rates, run.value = measured
     if run.card and not run.card.get("private"):
         run.problems.insert(0, "No privacy: this run added no noise. It is for comparison only.")
@@ -192,7 +193,10 @@ def _json_of(kind: type[T]) -> Callable[[Path], T]:
     return read
 
 
-def _evaluation(file: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+_Measured = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def _evaluation(file: Path) -> _Measured:
     """Return the measures before and after, the win rates, and the values by the logs."""
     held = _json_of(dict)(file)
     measures = {
