@@ -221,9 +221,8 @@ class PerUserGradients:
         """Yield :func:`square_norm` of each weight that is kept as factors."""
         of_weights = list(self._factors.values())
         if {uses[0].right.device.type for uses in of_weights} == {"cpu"}:
-            with exact_products(
-                of_weights[0][0].right.device
-            ):  # around the threads: it is one switch
+            # Around the threads: it is one switch.
+            with exact_products(of_weights[0][0].right.device):
                 yield from side_by_side(square_norm, of_weights)
             return
         for uses in of_weights:

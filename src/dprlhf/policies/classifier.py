@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from dprlhf import recipe
-from dprlhf.errors import DprlhfError, one_line
+from dprlhf.errors import DprlhfError
 from dprlhf.hardware import forked_rng
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Replay
-from dprlhf.policies.loading import choose_padding
+from dprlhf.policies.loading import choose_padding, loading
 
 
 class RewardModel(CausalLMPolicy):
@@ -67,22 +67,15 @@ def load_reward_model(
 
     check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     revision = pinned(spec.model_name_or_path, spec.revision, "model.revision")
-    try:
+    with loading(spec):
         tokenizer = AutoTokenizer.from_pretrained(
             resolve(spec.model_name_or_path), trust_remote_code=spec.trust_remote_code, **revision
         )
         model, new = load_classifier(spec, labels, seed=seed, attention=spec.attn_implementation)
-    except DprlhfError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DprlhfError(
-            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
-        ) from error
     choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
     tokenizer.truncation_side = "left" if labels is None else "right"
-    model.config.get_text_config().pad_token_id = (
-        tokenizer.pad_token_id
-    )  # decoders find a text's last token by it
+    # Decoders find a text's last token by it.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapter(model, spec.adapter, seed=seed, task_type="SEQ_CLS")
     _save_with_adapter(adapted, new)
     adapted.peft_config["default"].revision = spec.revision  # stored with the adapter

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,19 @@ from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.adapters import INTO_ITSELF, add_adapter
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.refusals import refuse_mixing
+
+
+@contextlib.contextmanager
+def loading(spec: recipe.Policy) -> Iterator[None]:
+    """Say on one line what keeps the model of a recipe from being loaded."""
+    try:
+        yield
+    except DprlhfError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DprlhfError(
+            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
+        ) from error
 
 
 @default_torch_state()
@@ -36,7 +51,7 @@ def load_policy(
     if model is None:
         check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
     given = model is not None
-    try:
+    with loading(spec):
         if tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -51,12 +66,6 @@ def load_policy(
             )
         if model is None:
             model = _base_of(spec)
-    except DprlhfError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DprlhfError(
-            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
-        ) from error
     given_init = (spec.adapter.peft or {}).get("init_lora_weights")
     if given and given_init in INTO_ITSELF:
         raise DprlhfError(

@@ -13,11 +13,10 @@ import torch
 
 from dprlhf import recipe
 from dprlhf.assets import resolve
-from dprlhf.errors import DprlhfError, one_line
 from dprlhf.hub import check_reachable, pinned
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.head_logprobs import MOST_LOGITS, head_logprobs
-from dprlhf.policies.loading import make_policy
+from dprlhf.policies.loading import loading, make_policy
 from dprlhf.rollout.decoding import bytes_per_row
 
 USED = 0.9
@@ -72,13 +71,9 @@ def memory_of(settings: recipe.Recipe) -> Memory:
         **pinned(spec.model_name_or_path, spec.revision, "policy.revision"),
     }
     check_reachable(spec.model_name_or_path, spec.revision, "policy.model_name_or_path")
-    try:
+    with loading(spec):
         config = AutoConfig.from_pretrained(name, **of_hub)
         tokenizer = AutoTokenizer.from_pretrained(name, **of_hub)
-    except (OSError, ValueError) as error:
-        raise DprlhfError(
-            f"policy.model_name_or_path {spec.model_name_or_path!r}: {one_line(error)}"
-        ) from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code
