@@ -87,6 +87,9 @@ class Hostile:
     def tolist(self) -> Any:
         raise RuntimeError("no list")
 
+    def __float__(self) -> float:
+        raise SystemExit
+
 
 @pytest.mark.parametrize(
     ("answer", "kind"),
@@ -97,6 +100,7 @@ class Hostile:
         ([1.0, "2"], "str"),
         ([1e308, 1e308], "overflow"),
         (Hostile(), "Hostile"),
+        ([1.0, Hostile()], "SystemExit"),
     ],
 )
 def test_an_answer_that_is_no_score_for_each_turn_is_not_valid(answer: Any, kind: str) -> None:

@@ -27,16 +27,11 @@ def test_exact_match_is_equality_up_to_spaces_case_and_a_full_stop(text: str, ot
     assert verifiable.exact_match([f"x{text}"], answer=[text]) == [0.0]
 
 
-def test_exact_match_reads_messages_and_numbers() -> None:
-    said = [{"role": "assistant", "content": "7"}]
-    assert verifiable.exact_match([said, said], answer=[7, 8]) == [1.0, 0.0]
-
-
-def test_exact_match_reads_parts_and_no_text_where_there_is_none() -> None:
+def test_exact_match_reads_parts_numbers_and_no_text_where_there_is_none() -> None:
     in_parts = [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
     call = [{"role": "assistant", "content": None, "tool_calls": []}]
-    answers = ["red", "None"]
-    assert verifiable.exact_match([in_parts, call], answer=answers) == [1.0, 0.0]
+    answers = ["red", "None", 7]
+    assert verifiable.exact_match([in_parts, call, "7"], answer=answers) == [1.0, 0.0, 1.0]
 
 
 @given(number=NUMBERS, wrong=NUMBERS, after=st.text("xyz \n", max_size=9))

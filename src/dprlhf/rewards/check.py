@@ -19,18 +19,15 @@ from dprlhf.rewards.reward import (
     RewardFunction,
     RewardRows,
     RoundState,
+    Score,
     as_reward,
     call_reward,
     group_rows,
     keywords_for,
     keywords_of,
-    parse_turns,
     type_and_message,
 )
 from dprlhf.rewards.scoring import CallLog
-
-Score = tuple[float, ...] | None
-"""The score of each turn, one for a reward that scores whole completions; None: not applicable."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class CheckedBatch:
     ) -> CheckedBatch:
         """Form the units from the arguments of :func:`~dprlhf.rewards.check.check_reward`."""
         if completion_ids is None:
-            completion_ids = [list(text_of(completion).encode()) for completion in completions]
+            completion_ids = [list(text_of(one).encode(errors="replace")) for one in completions]
         try:
             rows = RewardRows(prompts, completions, completion_ids, columns or {}, turns)
         except ValueError as error:
@@ -113,15 +110,14 @@ class CheckedBatch:
                 ) from problem
             if log.problem:
                 raise DprlhfError(f"reward {reward.name!r} fails the check 'answer': {log.problem}")
-            for i, answer in zip(numbers, answers, strict=True):
-                turns = rows.turns[i] if reward.by_turn else 1
-                value = parse_turns(answer, turns, by_turn=reward.by_turn)
-                if isinstance(value, Failure):
+            for i, score in zip(numbers, answers, strict=True):
+                if isinstance(score, Failure):
                     raise DprlhfError(
                         f"reward {reward.name!r} fails the check 'answer': completion {i} gets "
-                        f"{answer!r}, not a finite number or None" + _by_turn(reward, answer, turns)
+                        f"{score.answer!r}, not a finite number or None"
+                        + _by_turn(reward, score.answer, rows.turns[i])
                     )
-                scores[i] = value
+                scores[i] = score
         return scores
 
 
@@ -242,7 +238,7 @@ def check_reward(
     most_rows = min(most_rows, getattr(reward.function, MOST_ROWS, most_rows))
     named = "trainer_state" in (keywords_of(reward.function)[0] or ())
     last = RoundState(**{**vars(state), "global_step": state.max_steps})
-    problems = [
+    reports = [
         _checked(
             CheckedBatch.of(
                 reward, prompts, completions, columns, completion_ids, users, turns, at
@@ -250,44 +246,19 @@ def check_reward(
             rtol,
             atol,
             most_rows,
+            bound,
         )
         for at in (state, last)[: 1 + named]
     ]
-    first = problems[0]
-    sums = {i: None if score is None else math.fsum(score) for i, score in first.scores.items()}
-    values = [value for value in sums.values() if value is not None]
-    moved = max(one.moved for one in problems)
-    rows = len(first.scores)
-    return ContractReport(
-        name=reward.name,
-        per_user=reward.per_user,
-        rows=rows,
-        users=first.users,
-        rows_per_second=rows / max(first.seconds, 1e-9),
-        minimum=min(values),
-        mean=math.fsum(values) / len(values),
-        maximum=max(values),
-        missing=1 - len(values) / rows,
-        clipped=sum(abs(reward.weight * value) > bound for value in values) / rows,
-        scores=tuple(sums[i] for i in range(rows)),
-        moved=moved,
-        checked_rows=0 if moved else min(one.checked_rows for one in problems),
-    )
+    moved, checked_rows = zip(*((one.moved, one.checked_rows) for one in reports), strict=True)
+    worst = {"moved": max(moved), "checked_rows": 0 if max(moved) else min(checked_rows)}
+    return ContractReport(**{**vars(reports[0]), **worst})
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What the checks found with one ``trainer_state``; names are those of the report."""
-
-    scores: dict[int, Score]
-    users: int
-    seconds: float
-    moved: float
-    checked_rows: int
-
-
-def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _Checked:
-    """Make all checks of :func:`check_reward` on a batch."""
+def _checked(
+    batch: CheckedBatch, rtol: float, atol: float, most_rows: int, bound: float
+) -> ContractReport:
+    """Make all checks of :func:`check_reward` on a batch, with one ``trainer_state``."""
     lacking = lacking_columns(batch.reward, batch.rows)
     if lacking:
         raise DprlhfError(
@@ -324,34 +295,44 @@ def _checked(batch: CheckedBatch, rtol: float, atol: float, most_rows: int) -> _
     if batch.reward.by_place:  # its calls have all rows, whatever their number
         checked_rows = most_rows
     elif not batch.reward.per_user and not max(moves):
-        checked_rows = _largest_size(
-            batch.of_rows,
-            len(batch.rows),
-            most_rows,
-            lambda some, size: moved("size", some, f"in a call of {size}"),
-        )
+        checked_rows = _largest_size(batch, most_rows, moved)
     end = batch.scores(everything)
     moves.append(moved("repeat", end, "after calls of other sizes"))
-    return _Checked(scores, batch.users, seconds, max(moves), 0 if max(moves) else checked_rows)
+    rows = len(batch.rows)
+    sums = {i: None if score is None else math.fsum(score) for i, score in scores.items()}
+    values = [value for value in sums.values() if value is not None]
+    return ContractReport(
+        name=batch.reward.name,
+        per_user=batch.reward.per_user,
+        rows=rows,
+        users=batch.users,
+        rows_per_second=rows / max(seconds, 1e-9),
+        minimum=min(values),
+        mean=math.fsum(values) / len(values),
+        maximum=max(values),
+        missing=1 - len(values) / rows,
+        clipped=sum(abs(batch.reward.weight * value) > bound for value in values) / rows,
+        scores=tuple(sums[i] for i in range(rows)),
+        moved=max(moves),
+        checked_rows=0 if max(moves) else checked_rows,
+    )
 
 
 def _largest_size(
-    call: Callable[[Sequence[int]], Iterator[dict[int, Score]]],
-    rows: int,
-    most: int,
-    moved: Callable[[Mapping[int, Score], int], float],
+    batch: CheckedBatch, most: int, moved: Callable[[str, Mapping[int, Score], str], float]
 ) -> int:
     """Return the largest power of two, up to ``most``, whose calls give the same scores.
 
     Every place of a call is taken by some row in its order and, reversed, by another.
     """
-    size, start = 1, time.perf_counter()
+    size, rows, start = 1, len(batch.rows), time.perf_counter()
     while 2 * size <= most:
         if size >= _ALONE and time.perf_counter() - start > _SECONDS:
             break
         numbers = [i % rows for i in range(2 * size)]
         orders = (numbers, [(i + 1) % rows for i in numbers[::-1]])
-        if max(moved(score, 2 * size) for order in orders for score in call(order)):
+        scores = (score for order in orders for score in batch.of_rows(order))
+        if max(moved("size", score, f"in a call of {2 * size}") for score in scores):
             break
         size *= 2
     return size

@@ -10,24 +10,23 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Protocol, TextIO
+from typing import TextIO
 
 import numpy as np
 
 from dprlhf.hardware import default_torch_state
 
-
-class Writable(Protocol):
-    """An open text file, or any object with the same ``write`` method."""
-
-    def write(self, text: str, /) -> object:
-        """Write ``text``; the return value is ignored."""
-
-
 _one_thread = threading.RLock()
 
-SecretSink = Callable[[str], object] | Writable
+SecretSink = Callable[[str], object] | TextIO
 """Destination of captured text inside ``secret/``: a function of the text or an open file."""
+
+
+class _Open(io.TextIOWrapper):
+    """A stream that stays open: one user's text must not close it for the others."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @contextlib.contextmanager
@@ -45,7 +44,7 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
     streams back while the other still writes of private prompts.
     """
     raw = io.BytesIO()
-    text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
+    text = _Open(raw, "utf-8", errors="backslashreplace", write_through=True)
     try:
         with (
             _one_thread,
@@ -59,7 +58,7 @@ def captured(sink: SecretSink | None) -> Iterator[None]:
         ):
             yield
     finally:
-        content = "" if raw.closed else raw.getvalue().decode("utf-8", "backslashreplace")
+        content = raw.getvalue().decode("utf-8", "backslashreplace")
         if sink is not None and content:
             write = sink.write if hasattr(sink, "write") else sink
             write(content)

@@ -13,12 +13,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dprlhf import recipe
-from dprlhf.data.given_rewards import BY_TURN, PER_USER, GivenReward, declares, is_model, rewards_of
+from dprlhf.data.given_rewards import GivenReward, is_model, rewards_of
 from dprlhf.errors import DprlhfError, missing_path
 from dprlhf.rewards.reward import (
     LoadedReward,
-    RewardFunction,
-    name_of,
+    as_reward,
     suggestion,
     type_and_message,
 )
@@ -121,62 +120,33 @@ def load_reward(
 
 
 def _load(one: GivenReward, device: str | torch.device) -> LoadedReward:
+    """Take the object that is given, or load what the settings name; a model is a classifier."""
     spec, function = one.settings, one.given
-    if function is None:
-        return _load_named(spec, device, one.tokenizer)
-    if is_model(function):
-        function = _classifier(spec, function, device, one.tokenizer)
+    own = {"weight": spec.weight, "times_column": spec.times_column}
     if isinstance(function, LoadedReward):
-        changes = {"weight": spec.weight, "times_column": spec.times_column}
-        return LoadedReward(**{**vars(function), **changes})
-    return _loaded(function, name_of(function), spec)
-
-
-def _loaded(function: RewardFunction, name: str, spec: recipe.Reward) -> LoadedReward:
-    return LoadedReward(
-        function,
-        name,
-        spec.weight,
-        per_user=declares(function, PER_USER),
-        by_turn=declares(function, BY_TURN),
-        times_column=spec.times_column,
-    )
-
-
-def _load_named(
-    spec: recipe.Reward, device: str | torch.device, tokenizer: Any = None
-) -> LoadedReward:
-    function: object
-    if spec.function is not None:
-        source, function = spec.function, load_function(spec.function)
-    else:
-        assert spec.classifier is not None
-        source, function = spec.classifier, _classifier(spec, spec.classifier, device, tokenizer)
+        return LoadedReward(**{**vars(function), **own})
+    source = spec.function or spec.classifier
+    if function is None and spec.function is not None:
+        function = load_function(spec.function)
     if isinstance(function, type):
         raise DprlhfError(
             f"reward {source!r} is the class {function.__name__}, not an instance: "
             f"add `name = {function.__name__}(...)` beside it and name that"
         )
-    if is_model(function):
-        function = _classifier(spec, function, device, tokenizer)
+    if spec.classifier is not None or is_model(function):
+        # Here, because torch and transformers take seconds to import.
+        from dprlhf.rewards.classifier import ClassifierReward
+
+        function = ClassifierReward(
+            spec.classifier or function,
+            tokenizer=one.tokenizer,
+            label=spec.label,
+            text=spec.text,
+            device=device,
+        )
     if not callable(function):
         raise DprlhfError(
             f"reward {source!r} is a {type(function).__name__}, not a callable: name a function "
             "reward(prompts, completions, **columns)"
         )
-    return _loaded(function, source, spec)
-
-
-def _classifier(
-    spec: recipe.Reward, source: Any, device: str | torch.device, tokenizer: Any = None
-) -> RewardFunction:
-    # Here, because torch and transformers take seconds to import.
-    from dprlhf.rewards.classifier import ClassifierReward
-
-    return ClassifierReward(
-        source,
-        tokenizer=tokenizer,
-        label=spec.label,
-        text=spec.text,
-        device=device,
-    )
+    return as_reward(function, source if one.given is None else None, **own)

@@ -125,12 +125,14 @@ class LoadedReward:
         return getattr(self.function, BY_PLACE, False) and not self.per_user
 
 
-def as_reward(reward: LoadedReward | RewardFunction) -> LoadedReward:
-    """Wrap a callable with weight 1 under its own name; a loaded reward stays as it is."""
+def as_reward(
+    reward: LoadedReward | RewardFunction, name: str | None = None, **own: Any
+) -> LoadedReward:
+    """Wrap a callable under a name, or its own; a loaded reward stays as it is."""
     if isinstance(reward, LoadedReward):
         return reward
     per_user, by_turn = declares(reward, PER_USER), declares(reward, BY_TURN)
-    return LoadedReward(reward, name_of(reward), per_user=per_user, by_turn=by_turn)
+    return LoadedReward(reward, name or name_of(reward), per_user=per_user, by_turn=by_turn, **own)
 
 
 class AnswerError(Exception):
@@ -185,12 +187,17 @@ def _turns(completion: Any) -> int:
     return max(1, roles.count("assistant"))
 
 
+Score = tuple[float, ...] | None
+"""The score of each turn, one for a reward that scores whole completions; None: not applicable."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """The reason why an answer is no finite number: a type's name, ``"nan"`` or ``"infinity"``."""
 
     kind: str
     message: str = field(default="", compare=False, repr=False)  # The text of an exception
+    answer: object = field(default=None, compare=False, repr=False)  # What the reward answered
 
 
 def group_rows(users: Sequence[Any] | NDArray[Any]) -> list[list[int]]:
@@ -259,12 +266,12 @@ def call_reward(
     rows: RewardRows,
     state: RoundState | None = None,
     log: Any = None,  # A :class:`~dprlhf.rewards.scoring.CallLog`, which takes what the call logs
-) -> list[Any]:
-    """Call a reward as TRL does and return its answers, one per row, not yet parsed.
+) -> list[Score | Failure]:
+    """Call a reward as TRL does and return the score of each row, or the reason why it has none.
 
-    With a ``times_column`` the answers are multiplied by that column's values, each row by its own;
-    then they are parsed, and a row whose value is no finite number has a :class:`Failure`. Whatever
-    the reward raises is passed on; KeyError also where the rows lack that column.
+    With a ``times_column`` the scores are multiplied by that column's values, each row by its own.
+    Whatever the reward raises is passed on, also an exit in the methods of what it answers;
+    KeyError also where the rows lack that column.
     """
     takes, _ = keywords_of(reward.function)
     keywords = keywords_for(rows, state, log)
@@ -280,15 +287,14 @@ def call_reward(
     answer = list(answer)  # a subclass of list may have another length than it has values
     if len(answer) != len(rows):
         raise AnswerError(f"answered {len(answer)} values for {len(rows)} completions")
-    if reward.times_column is None:
-        return answer
-    factors = rows.columns[reward.times_column]
-    return [
-        [_product(of_turn, factor) for of_turn in listed]
-        if reward.by_turn and (listed := _listed(value)) is not None
-        else _product(value, factor)
-        for value, factor in zip(answer, factors, strict=True)
+    scores = [
+        parse_turns(value, turns if reward.by_turn else 1, by_turn=reward.by_turn)
+        for value, turns in zip(answer, rows.turns, strict=True)
     ]
+    if reward.times_column is None:
+        return scores
+    factors = rows.columns[reward.times_column]
+    return [_product(score, factor) for score, factor in zip(scores, factors, strict=True)]
 
 
 def _listed(answer: Any) -> list[Any] | None:
@@ -297,16 +303,16 @@ def _listed(answer: Any) -> list[Any] | None:
     return list(answer) if isinstance(answer, list | tuple) else None
 
 
-def _product(answer: object, factor: object) -> float | Failure | None:
-    """Return an answer times a factor, which another row's stray word makes a text.
+def _product(score: Score | Failure, factor: object) -> Score | Failure:
+    """Return a score times a factor, which another row's stray word makes a text.
 
-    >>> _product(2.0, 0.5), _product(2, " 0.5"), _product(2.0, "none")
-    (1.0, 1.0, Failure(kind='str'))
+    >>> _product((2.0,), 0.5), _product((2.0, 1.0), " 0.5"), _product((2.0,), "none")
+    ((1.0,), (1.0, 0.5), Failure(kind='str'))
     """
-    value, by = parse_answer(answer), parse_answer(spelt(factor))
-    if isinstance(value, float) and isinstance(by, float):
-        return parse_answer(value * by)
-    return next((part for part in (value, by) if isinstance(part, Failure)), None)
+    by = parse_answer(spelt(factor))
+    if isinstance(score, tuple) and isinstance(by, float):
+        return parse_turns([value * by for value in score], len(score), by_turn=True)
+    return next((part for part in (score, by) if isinstance(part, Failure)), None)
 
 
 def parse_answer(answer: object) -> float | Failure | None:
@@ -315,8 +321,8 @@ def parse_answer(answer: object) -> float | Failure | None:
     >>> parse_answer(True), parse_answer(None), parse_answer("1.0"), parse_answer(float("nan"))
     (1.0, None, Failure(kind='str'), Failure(kind='nan'))
     """
-    if answer is None or isinstance(answer, Failure):
-        return answer
+    if answer is None:
+        return None
     if isinstance(answer, str | bytes | bytearray):  # float() would read digits
         return Failure(type(answer).__name__)
     try:
@@ -330,7 +336,7 @@ def parse_answer(answer: object) -> float | Failure | None:
     return value
 
 
-def parse_turns(answer: object, turns: int, *, by_turn: bool) -> tuple[float, ...] | Failure | None:
+def parse_turns(answer: object, turns: int, *, by_turn: bool) -> Score | Failure:
     """Return the score of each turn, None (does not apply), or the reason for neither.
 
     One number is the whole trajectory's, known at its end: it counts at the last turn. In a list,
@@ -346,16 +352,15 @@ def parse_turns(answer: object, turns: int, *, by_turn: bool) -> tuple[float, ..
     except EXITS:
         raise
     except BaseException:
-        return Failure(type(answer).__name__)
+        return Failure(type(answer).__name__, answer=answer)
     if listed is None:
-        value = parse_answer(answer)
-        return (0.0,) * (turns - 1) + (value,) if isinstance(value, float) else value
+        listed = [None] * (turns - 1) + [answer]
     if len(listed) != turns:
-        return Failure("turns")
+        return Failure("turns", answer=answer)
     values = [parse_answer(one) for one in listed]
     failed = [one for one in values if isinstance(one, Failure)]
     if failed:
-        return failed[0]
+        return Failure(failed[0].kind, answer=answer)
     if all(one is None for one in values):
         return None
     return tuple(one if isinstance(one, float) else 0.0 for one in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import reprlib
 import traceback
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dprlhf.boundary import Private, open_private
-from dprlhf.errors import DprlhfError
+from dprlhf.errors import EXITS, DprlhfError
 from dprlhf.rewards.isolation import SecretSink, captured
 from dprlhf.rewards.reward import (
     Failure,
@@ -24,12 +25,12 @@ from dprlhf.rewards.reward import (
     RewardFunction,
     RewardRows,
     RoundState,
+    Score,
     as_reward,
     call_reward,
     group_rows,
     is_async,
     parse_answer,
-    parse_turns,
 )
 from dprlhf.rollout import Responses
 
@@ -246,13 +247,13 @@ class Scorer:
             total = np.zeros((len(rows), counts.max(initial=1)))
             present, failed = np.zeros((2, len(rows)), dtype=bool)
             for one in answers:
-                for i, answer in enumerate(one.values):
-                    value = parse_turns(answer, int(counts[i]), by_turn=one.reward.by_turn)
+                for i, value in enumerate(one.values):
                     if isinstance(value, Failure):
                         failures[value.kind] += 1
                         failed[i] = True
                     elif value is not None:
-                        total[i, : counts[i]] += one.reward.weight * np.array(value)
+                        last = slice(counts[i] - len(value), counts[i])
+                        total[i, last] += one.reward.weight * np.array(value)
                         present[i] = True
         returns = returns_to_go(total, counts)
         missing = ~present & ~failed
@@ -290,7 +291,7 @@ class _Answers:
         self, reward: LoadedReward, rows: RewardRows, state: RoundState, private: bool
     ) -> None:
         self.reward = reward
-        self.values: list[Any] = [None] * len(rows)
+        self.values: list[Score | Failure] = [None] * len(rows)
         self.logs: list[tuple[CallLog, Sequence[int]]] = []
         self._rows = rows
         self._state = state
@@ -301,13 +302,12 @@ class _Answers:
         alone = list(groups)
         if not self.reward.per_user and len(groups) > 1:
             # Several users' rows in a call, and then those that are left without an answer.
-            count = len(self._rows)
-            order = [i for group in groups for i in group] if self._private else list(range(count))
-            sizes = self._sizes(count)
-            left, start = set(order[sum(sizes) :]), 0
-            for size in sizes:
-                chosen = order[start : start + size]
-                start += size
+            order = list(range(len(self._rows)))
+            if self._private:
+                order = [i for group in groups for i in group]
+            calls = self._calls(order)
+            left = set(order).difference(*calls)
+            for chosen in calls:
                 if self._call(chosen) is not None:
                     left.update(chosen)
             alone = [group for group in groups if not left.isdisjoint(group)]
@@ -316,31 +316,39 @@ class _Answers:
 
     def _ask_alone(self, group: Sequence[int]) -> None:
         """Call the reward with one user's rows, which all fail if a call does."""
-        sizes = [] if self.reward.per_user else self._sizes(len(group))
-        start = 0
-        for size in sizes or [len(group)]:
-            failure = self._call(group[start : start + size])
-            start += size
-            if failure is not None:
+        calls = [] if self.reward.per_user else self._calls(group)
+        for chosen in calls or [group]:
+            if (failure := self._call(chosen)) is not None:
                 for i in group:
                     self.values[i] = failure
                 return
 
-    def _sizes(self, rows: int) -> list[int]:
-        """Return the sizes of the calls for some rows."""
+    def _calls(self, rows: Sequence[int]) -> list[Sequence[int]]:
+        """Cut some rows into those of each call."""
+        sizes = checked_sizes(len(rows), self.reward.checked_rows)
         if not self._private or (self.reward.by_place and self.reward.checked_rows):
-            return [rows]
-        return checked_sizes(rows, self.reward.checked_rows)
+            sizes = [len(rows)]
+        ends = itertools.accumulate(sizes)
+        return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _call(self, numbers: Sequence[int]) -> Failure | None:
         """Call the reward once with some rows; return a failure in place of answers."""
-        log = CallLog(len(numbers))
-        rows = self._rows.take(numbers)
-        scores = _attempt(self.reward, rows, self._state, log, private=self._private)
-        if isinstance(scores, Failure):
-            return scores
-        for i, answer in zip(numbers, scores, strict=True):
-            self.values[i] = answer
+        log, rows = CallLog(len(numbers)), self._rows.take(numbers)
+        # The text of an exception may quote a prompt: it goes to the captured stderr, and an
+        # interrupt or an exit that must propagate does so as a new exception without text.
+        try:
+            scores = call_reward(self.reward, rows, self._state, log)
+        except BaseException as problem:
+            if isinstance(problem, EXITS) and not self._private:
+                interrupted = isinstance(problem, KeyboardInterrupt)
+                raise (KeyboardInterrupt() if interrupted else SystemExit(1)) from None
+            message = self.reward.name
+            with contextlib.suppress(BaseException):  # of the exception's own methods
+                traceback.print_exc()
+                message += f": {bounded(problem)}"
+            return Failure(type(problem).__name__, message)
+        for i, score in zip(numbers, scores, strict=True):
+            self.values[i] = score
         self.logs.append((log, numbers))
         return None
 
@@ -371,22 +379,6 @@ def checked_sizes(rows: int, most: int) -> list[int]:
         rows %= size
         size //= 2
     return sizes
-
-
-def _attempt(
-    reward: LoadedReward, rows: RewardRows, state: RoundState, log: CallLog, *, private: bool
-) -> list[Any] | Failure:
-    # The text of an exception may quote a prompt: it goes to the captured stderr, and an interrupt
-    # or an exit that must propagate does so as a new exception without text.
-    try:
-        return call_reward(reward, rows, state, log)
-    except BaseException as problem:
-        if isinstance(problem, KeyboardInterrupt | SystemExit) and not private:
-            left = KeyboardInterrupt() if isinstance(problem, KeyboardInterrupt) else SystemExit(1)
-            raise left from None
-        with contextlib.suppress(Exception):
-            traceback.print_exc()
-        return Failure(type(problem).__name__, f"{reward.name}: {bounded(problem)}")
 
 
 def score_private(scorer: Scorer, responses: Private[Responses]) -> Private[Scores]:
