@@ -86,11 +86,13 @@ def test_failing_and_missing_tools_answer_with_their_error() -> None:
     def leave() -> None:
         sys.exit(3)
 
-    trajectory = Trajectory([], [], {"fail": fail, "leave": leave}, None, OwnRandomness(1))
+    tools = {"fail": fail, "leave": leave, "half": lambda: "a\ud83d"}
+    trajectory = Trajectory([], [], tools, None, OwnRandomness(1))
     for name, private, answer in [
         ("fail", False, "{'error': 'this tool is broken'}"),
         ("nothing", False, "{'error': 'Tool nothing not found.'}"),
         ("leave", True, "{'error': '3'}"),
+        ("half", False, "a?"),
     ]:
         made = {"name": name, "arguments": {}}
         said = call(trajectory, made, private=private)
@@ -224,6 +226,7 @@ def played(completions: list[Any], environments: list[Guessing]) -> list[float]:
 class Fragile(Guessing):
     def reset(self, prompt: Any, **columns: Any) -> str:
         if "please" in prompt[-1]["content"]:
+            vars(self)["guess"] = None  # in place of the method
             raise ValueError("cannot play with " + prompt[-1]["content"])
         return super().reset(prompt, **columns)
 
@@ -337,6 +340,8 @@ def test_turns_are_read_as_messages() -> None:
     for broken in ("<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"a": 1}'):
         assert "tool_calls" not in read(broken)
     assert read_turn(policy, [], [], [add])["content"] == ""
+    half = read('<tool_call>{"name": "\\ud83d", "arguments": {"a": ["\\ud83d"]}}</tool_call>')
+    assert half["tool_calls"][0]["function"] == {"name": "?", "arguments": {"a": ["?"]}}
 
 
 def test_answers_continue_the_conversation_as_the_template_has_it() -> None:

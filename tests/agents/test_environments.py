@@ -141,6 +141,7 @@ class Saying:
         ({"content": None}, [part("b")], [part(""), part("b")]),
         ({"content": [part("a")]}, [part("b"), part("c")], [part("a"), part("b"), part("c")]),
         ({"content": [part("a")]}, None, [part("a")]),
+        ({"content": [part("a")]}, "\ud83d", [part("a"), part("?")]),
     ],
 )  # fmt: skip
 def test_what_reset_returns_is_joined_to_a_text_or_to_parts(message, said, joined):

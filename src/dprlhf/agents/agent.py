@@ -15,6 +15,7 @@ import torch
 
 from dprlhf.agents.chat import Tool, check_chat
 from dprlhf.data.columns import listed_names
+from dprlhf.data.spelling import storable
 from dprlhf.errors import EXITS, DprlhfError, one_line
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.reward import wait_for
@@ -264,7 +265,7 @@ def begin(
     if seen is None:
         return prompt
     last = prompt[-1]
-    return [*prompt[:-1], {**last, "content": _joined(last.get("content"), seen)}]
+    return [*prompt[:-1], {**last, "content": storable(_joined(last.get("content"), seen))}]
 
 
 def _joined(content: Any, seen: Any) -> str | list[dict[str, Any]]:
@@ -293,7 +294,7 @@ def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> d
     """Call a tool and return its answer as a message ``{"role": "tool", "name", "content"}``.
 
     An exception is an answer, too: ``{'error': …}`` with its text, as in TRL; where ``private``
-    also a tool that exits, so that no user's call can end the run.
+    also a tool that exits, so that no user's call can end the run. Half a character becomes "?".
     """
     name = made["name"]
     try:
@@ -302,7 +303,7 @@ def call(trajectory: Trajectory, made: Mapping[str, Any], *, private: bool) -> d
         with trajectory.own_randomness():
             result = trajectory.tools[name](**made["arguments"])
             result = wait_for(result) if inspect.isawaitable(result) else result
-        content = str(result)
+        content = storable(str(result))
     except BaseException as problem:
         if isinstance(problem, EXITS) and not private:
             raise

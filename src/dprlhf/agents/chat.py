@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from dprlhf.data.spelling import storable
 from dprlhf.errors import EXITS, DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rollout.sampling import text_of_tokens
@@ -76,7 +77,8 @@ def _call(call: Any) -> dict[str, Any]:
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name and a mapping of arguments")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    # JSON can write half a character ("\\ud800"), which no template's text may hold.
+    return {"type": "function", "function": storable({"name": name, "arguments": arguments})}
 
 
 def answer_tokens(policy: CausalLMPolicy, answers: Sequence[dict[str, Any]]) -> list[int]:

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from dprlhf import recipe
 from dprlhf.agents.agent import ENVIRONMENT, Agent, OwnRandomness
@@ -94,12 +93,6 @@ def _in_all_environments(policy: CausalLMPolicy, prompts: Prompts) -> Prompts:
 
 
 def _of_prompt(made: Responses, place: int) -> list[Any]:
-    rows = np.flatnonzero(made.prompt == place)
-    seen: list[Any] = []
-    for row in rows.tolist():
-        tokens = made.tokens[row][made.mask[row].bool()]
-        own: torch.Tensor = made.policy_mask[row]
-        seen.append(
-            (tokens.tolist(), own.tolist(), repr(made.completions and made.completions[row]))
-        )
-    return seen
+    some = made.take(np.flatnonzero(made.prompt == place))
+    tokens = [row[real.bool()].tolist() for row, real in zip(some.tokens, some.mask, strict=True)]
+    return [tokens, some.policy_mask.tolist(), repr(some.completions)]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dprlhf import recipe
 from dprlhf.agents.agent import (
@@ -39,62 +39,10 @@ from dprlhf.privacy.randomness import uint64_stream
 from dprlhf.recipe import IN_MEMORY
 from dprlhf.rewards.isolation import SecretSink, captured, kept_process_state
 from dprlhf.rewards.loading import load_function
-from dprlhf.rollout.batch import Responses, Tick, prompt_width, rows_of
+from dprlhf.rollout.batch import Responses, Tick, prompt_width, responses_of, token_rows
 from dprlhf.rollout.sampling import draws_of, generate_rows, left_of, text_of_tokens
 
-if TYPE_CHECKING:
-    from dprlhf.agents.agent import Trajectory
-
-
 _NOTHING = {"role": "assistant", "content": ""}
-
-
-def packed(
-    policy: CausalLMPolicy,
-    prompts: Prompts,
-    rows: Sequence[Trajectory],
-    *,
-    from_base: NDArray[np.bool_],  # True where a row was sampled from μ, [rows]
-    spec: recipe.Rollout,
-    longest: int,
-    num_generations: int,
-    extra: Sequence[str] = (),
-) -> Responses:
-    """Return trajectories as responses; one that failed has one token, an end token if any."""
-    k, length = spec.responses, spec.max_new_tokens
-    end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
-    given = [list(row.prompt[-longest:]) or [end] for row in rows]
-    width = prompt_width(prompts, given, longest)
-    tokens = torch.full((len(rows), width + length), policy.tokenizer.pad_token_id)
-    mask, own = torch.zeros_like(tokens), torch.zeros(len(rows), length, dtype=torch.long)
-    written = []
-    for number, (row, prompt) in enumerate(zip(rows, given, strict=True)):
-        nothing = row.failed or not row.tokens
-        response = [end] if nothing else list(row.tokens[:length])
-        columns = slice(width - len(prompt), width + len(response))
-        tokens[number, columns] = torch.tensor(prompt + response)
-        mask[number, columns] = 1
-        own[number, : len(response)] = torch.tensor([1] if nothing else row.own[:length])
-        written.append(response)
-    values = {
-        "environments": [row.environment for row in rows],
-        "turn_rewards": [row.turn_rewards or None for row in rows],
-    }
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        **rows_of(prompts, k),
-        from_base=from_base,
-        texts=[text_of_tokens(policy, response) for response in written],
-        max_new_tokens=length,
-        num_generations=num_generations,
-        tool_mask=own,
-        completions=[[_NOTHING] if row.failed else row.messages or [_NOTHING] for row in rows]
-        or None,
-        asked=[row.asked for row in rows] or None,
-        extra={name: values[name] for name in extra},
-        failed=np.array([row.failed for row in rows], dtype=bool),
-    )
 
 
 def to_one_line_error(problem: BaseException) -> BaseException:
@@ -130,41 +78,59 @@ class AgentSampler:
         private: bool,
     ) -> Responses:
         """Sample ``spec.responses`` trajectories for each prompt."""
-        k, run = spec.responses, _Turns(policy, spec, max_prompt_tokens, self, private)
+        k, length = spec.responses, spec.max_new_tokens
+        run = _Turns(policy, spec, max_prompt_tokens, self.agent, self.sink, private)
         rows = run.begun(prompts, key, context)
-        draws = draws_of(prompts, key, context, k, spec.max_new_tokens)
+        draws = draws_of(prompts, key, context, k, length)
         from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
         for base in np.unique(from_base):
             numbers = np.flatnonzero(from_base == base)
             chosen = (k * np.arange(len(prompts))[:, None] + numbers).ravel()
             with policy.base() if base else contextlib.nullcontext():
                 run.all_turns([rows[r] for r in chosen], prompts, draws[:, numbers], tick)
-        return packed(
-            policy,
+        # A trajectory that failed has one token, an end token if there is any.
+        end = policy.end_tokens[0] if policy.end_tokens else policy.tokenizer.pad_token_id
+        for row in rows:
+            if row.failed or not row.tokens:
+                row.tokens, row.own = [end], [1]
+        given = [row.prompt[-max_prompt_tokens:] or [end] for row in rows]
+        written = [row.tokens[:length] for row in rows]
+        own = [row.own[:length] for row in rows]
+        values = {
+            "environments": [row.environment for row in rows],
+            "turn_rewards": [row.turn_rewards or None for row in rows],
+        }
+        return responses_of(
             prompts,
-            rows,
+            k,
+            given,
+            written,
+            width=prompt_width(prompts, given, max_prompt_tokens),
+            length=length,
+            padding=policy.tokenizer.pad_token_id,
             from_base=np.tile(from_base, len(prompts)),
-            spec=spec,
-            longest=max_prompt_tokens,
+            texts=[text_of_tokens(policy, response) for response in written],
             # An environment's first observation may make each row's prompt another.
             num_generations=1 if self.agent.factories else k,
-            extra=self.agent.columns,
+            tool_mask=token_rows([[]] * len(rows), own, width=0, length=length, padding=0)[0],
+            completions=[[_NOTHING] if row.failed else row.messages or [_NOTHING] for row in rows]
+            or None,
+            asked=[row.asked for row in rows] or None,
+            extra={name: values[name] for name in self.agent.columns},
+            failed=np.array([row.failed for row in rows], dtype=bool),
         )
 
 
+@dataclass
 class _Turns:
     """The turns of some trajectories."""
 
-    def __init__(
-        self,
-        policy: CausalLMPolicy,
-        spec: recipe.Rollout,
-        longest: int,
-        sampler: AgentSampler,
-        private: bool,
-    ) -> None:
-        self.policy, self.spec, self.longest = policy, spec, longest
-        self.agent, self.private, self._sink = sampler.agent, private, sampler.sink
+    policy: CausalLMPolicy
+    spec: recipe.Rollout
+    longest: int  # prompt in tokens
+    agent: Agent
+    sink: SecretSink | None
+    private: bool
 
     def begun(
         self, prompts: Prompts, key: bytes, context: tuple[str | int, ...]
@@ -188,6 +154,7 @@ class _Turns:
         """Return a trajectory before its first turn; a private one that cannot begin has failed."""
         # So has one whose environment another trajectory has had: nothing of it is read.
         environment, failed, name = None, False, columns.get(ENVIRONMENT)
+        tools: dict[str, Tool] = {}
         if self.agent.several:  # the name is not for reset, as in TRL
             columns = {key: value for key, value in columns.items() if key != ENVIRONMENT}
         try:
@@ -205,7 +172,8 @@ class _Turns:
                 asked = begin(environment, own, asked, columns)
             if len(text_of(asked)) > MOST_BYTES:
                 raise DprlhfError("rollout.agent: a conversation is longer than a row may be")
-            with showing(self.policy, list(self.agent.tools_of(environment).values())):
+            tools = self.agent.tools_of(environment)
+            with showing(self.policy, list(tools.values())):
                 whole = self.policy.encode([asked], self.longest + 1)[0]
             ids = whole[-self.longest :]
             if len(whole) > self.longest:
@@ -215,7 +183,6 @@ class _Turns:
             if not (self.private or shared):
                 raise to_one_line_error(problem) from None
             ids, failed = self.policy.encode([""], self.longest)[0], True
-        tools = self.agent.tools_of(environment)
         return Trajectory(asked, ids, tools, environment, own, failed=failed)
 
     def all_turns(
@@ -310,7 +277,7 @@ class _Turns:
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
         """Keep what tools print about private trajectories away from the terminal."""
-        with captured(self._sink) if self.private else kept_process_state():
+        with captured(self.sink) if self.private else kept_process_state():
             yield
 
 

@@ -85,26 +85,19 @@ class Responses:
 
     def take(self, rows: NDArray[np.int64]) -> Responses:
         """Return these rows, in this order; users and prompts stay as they are."""
+
+        def of(values: Any) -> Any:
+            return [values[row] for row in rows] if isinstance(values, list) else values[rows]
+
         # Of each prompt the same number, in an order that is the same for all: places stay public.
         number = np.full(len(self.user) + 1, len(rows))  # the last one for places without a row
         number[rows] = np.arange(len(rows))
         grid = np.sort(number[self.grid], axis=2)
         each = int((grid < len(rows)).sum(2).max(initial=0))
-        messages = self.completions
+        present = {name: getattr(self, name) for name in _OF_ROWS}
         chosen = {
-            "tokens": self.tokens[rows],
-            "mask": self.mask[rows],
-            "prompt": self.prompt[rows],
-            "user": self.user[rows],
-            "from_base": self.from_base[rows],
-            "texts": [self.texts[row] for row in rows],
-            "tool_mask": None if self.tool_mask is None else self.tool_mask[rows],
-            "completions": None if messages is None else [messages[row] for row in rows],
-            "asked": None if self.asked is None else [self.asked[row] for row in rows],
-            "extra": {name: [values[row] for row in rows] for name, values in self.extra.items()},
-            "failed": None if self.failed is None else self.failed[rows],
-            "sampled": None if self.sampled is None else self.sampled[rows],
-            "left_out": None if self.left_out is None else self.left_out[rows],
+            **{name: None if held is None else of(held) for name, held in present.items()},
+            "extra": {name: of(values) for name, values in self.extra.items()},
             "kept": None if self.kept is None else self.kept.take(rows),
             "grid": np.where(grid < len(rows), grid, -1)[:, :, :each],
             "num_generations": min(self.num_generations, max(each, 1)),
@@ -140,6 +133,12 @@ class Responses:
         return own * torch.from_numpy(rows >= 0)[:, None]
 
 
+_OF_ROWS = (
+    "tokens", "mask", "prompt", "user", "from_base", "texts", "tool_mask", "completions", "asked",
+    "failed", "sampled", "left_out",
+)  # fmt: skip
+"""The fields of :class:`Responses` with an entry for each row, or None."""
+
 _WIDTH_STEP = 16
 
 
@@ -151,17 +150,52 @@ def prompt_width(prompts: Prompts, tokens: Sequence[Sequence[int]], longest: int
     return min(-(-widest // _WIDTH_STEP) * _WIDTH_STEP, longest)
 
 
-def rows_of(prompts: Prompts, each: int) -> dict[str, Any]:
-    """Return the fields of :class:`Responses` that say which rows there are, and where."""
+def token_rows(
+    before: Sequence[Sequence[int]],
+    behind: Sequence[Sequence[int]],
+    *,
+    width: int,
+    length: int,
+    padding: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and their mask, ``[rows, width + length]``; ``behind`` starts at ``width``."""
+    tokens = torch.full((len(before), width + length), padding)
+    mask = torch.zeros_like(tokens)
+    for row, (prompt, response) in enumerate(zip(before, behind, strict=True)):
+        columns = slice(width - len(prompt), width + len(response))
+        tokens[row, columns] = torch.tensor([*prompt, *response])
+        mask[row, columns] = 1
+    return tokens, mask
+
+
+def responses_of(
+    prompts: Prompts,
+    each: int,  # The number of responses to each prompt
+    given: Sequence[Sequence[int]],  # The tokens of each row's prompt, [rows]
+    written: Sequence[Sequence[int]],  # The tokens of each response, [rows]
+    *,
+    width: int,
+    length: int,
+    padding: int,
+    **further: Any,  # fields of Responses
+) -> Responses:
+    """Return responses to prompts at the places of their users, by default without texts."""
     number, users = prompts.numbers
     grid = prompts.grid[..., None]
-    return {
+    tokens, mask = token_rows(given, written, width=width, length=length, padding=padding)
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "mask": mask,
         "prompt": np.repeat(np.arange(len(prompts)), each),
         "user": np.repeat(number, each),
+        "from_base": np.zeros(len(tokens), dtype=bool),
+        "texts": [""] * len(tokens),
         "prompts": prompts,
         "users": users,
+        "max_new_tokens": length,
         "grid": np.where(grid < 0, -1, each * grid + np.arange(each)),
     }
+    return Responses(**{**fields, **further})
 
 
 def in_batches(places: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:

@@ -20,6 +20,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.hardware import to_device
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.shared_prompt import own_tokens_behind_prompt
+from dprlhf.rollout.batch import token_rows
 
 if TYPE_CHECKING:
     from dprlhf.rollout.static_steps import StaticSteps
@@ -205,15 +206,8 @@ def _padded(
     prompts: Sequence[list[int] | None], width: int, pad: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return prompts padded on the left and their mask, ``[prompts, 1 + width]``."""
-    ids = torch.full((len(prompts), 1 + width), pad)
-    mask = torch.zeros_like(ids)
-    mask[:, width:] = 1  # a filler's prompt is one token
-    for row, prompt in enumerate(prompts):
-        if prompt is None:
-            continue
-        ids[row, 1 + width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, 1 + width - len(prompt) :] = 1
-    return ids, mask
+    rows = [[pad] if prompt is None else prompt for prompt in prompts]  # a filler's is one token
+    return token_rows(rows, [[]] * len(rows), width=1 + width, length=0, padding=pad)
 
 
 def batch_size(policy: CausalLMPolicy, *, prompt: int, response: int, rows: float) -> int:

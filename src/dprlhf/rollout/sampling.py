@@ -20,13 +20,11 @@ from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.policies.kept import Keep, Kept, Layout, room_for
 from dprlhf.policies.kept import keep as keep_outputs
 from dprlhf.privacy.randomness import uniforms
-from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, rows_of
+from dprlhf.rollout.batch import Responses, Tick, in_batches, prompt_width, responses_of
 from dprlhf.rollout.decoding import batch_size, decode
 
 if TYPE_CHECKING:
     from dprlhf.rollout.static_steps import StaticSteps
-
-"""What sampling keeps of its computations (:mod:`dprlhf.policies.kept`), and for what."""
 
 
 def resolve_batch_size(
@@ -98,25 +96,13 @@ def sample_responses(
     prompts: Private[Prompts],
     spec: recipe.Rollout,
     *,
-    key: bytes,
     round_: int,
-    max_prompt_tokens: int,
-    tick: Tick | None = None,
-    keep: Keep | None = None,
+    **settings: Any,  # further ones of :func:`sample`
 ) -> Private[Responses]:
     """Sample this round's responses to the private users' prompts, as :func:`sample` does."""
+    use = ("rollout", round_)
     return prompts.map(
-        lambda some: sample(
-            policy,
-            some,
-            spec,
-            key=key,
-            context=("rollout", round_),
-            max_prompt_tokens=max_prompt_tokens,
-            tick=tick,
-            private=True,
-            keep=keep,
-        )
+        lambda some: sample(policy, some, spec, context=use, private=True, **settings)
     )
 
 
@@ -234,16 +220,16 @@ def _one_turn(
     k, max_new_tokens = spec.responses, spec.max_new_tokens
     encoded, prompts = _as_seen(policy, prompts, max_prompt_tokens)
     width = prompt_width(prompts, encoded, max_prompt_tokens)
-    tokens = torch.full((len(prompts) * k, width + max_new_tokens), policy.tokenizer.pad_token_id)
-    mask = torch.zeros_like(tokens)
-    failed = np.zeros(len(tokens), dtype=bool)
+    rows = len(prompts) * k
+    written: list[list[int]] = [[]] * rows
+    failed = np.zeros(rows, dtype=bool)
     from_base = np.arange(k) < (k // 2 if spec.base_policy == "reference" else 0)
     sampled = None
     generate: Callable[..., Iterator[tuple[Any, ...]]]
     if spec.backend == "vllm":
         from dprlhf.rollout import vllm
 
-        generate, sampled = vllm.generate, np.zeros((len(tokens), max_new_tokens))
+        generate, sampled = vllm.generate, np.zeros((rows, max_new_tokens))
     else:
         generate = partial(generate_rows, places=prompts.places, width=width, kept=kept)
     # Two passes, not one with PEFT's adapter_names: that costs hooks on every layer at every step,
@@ -256,28 +242,25 @@ def _one_turn(
                 policy, encoded, draws[:, numbers], spec
             ):
                 for row, response in zip(row_of[positions], responses, strict=True):
-                    if row < 0:
-                        continue
-                    prompt = encoded[row // k]
-                    failed[row] = response is None
-                    response = response or policy.end_tokens[:1] or [0]
-                    columns = slice(width - len(prompt), width + len(response))
-                    tokens[row, columns] = torch.tensor(prompt + response)
-                    mask[row, columns] = 1
+                    if row >= 0:
+                        failed[row] = response is None
+                        written[row] = response or policy.end_tokens[:1] or [0]
                 if sampled is not None:
                     sampled[row_of[positions]] = logprobs[0]
                 if kept is not None:
-                    kept.assign_rows(row_of[positions], len(tokens))
+                    kept.assign_rows(row_of[positions], rows)
                 if tick is not None:
                     tick(int((positions >= 0).sum()))
-    written = zip(tokens[:, width:], mask[:, width:], strict=True)
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        **rows_of(prompts, k),
+    return responses_of(
+        prompts,
+        k,
+        [prompt for prompt in encoded for _ in range(k)],
+        written,
+        width=width,
+        length=max_new_tokens,
+        padding=policy.tokenizer.pad_token_id,
         from_base=np.tile(from_base, len(prompts)),
-        texts=[text_of_tokens(policy, t[m.bool()]) for t, m in written],
-        max_new_tokens=max_new_tokens,
+        texts=[text_of_tokens(policy, tokens) for tokens in written],
         num_generations=k,
         failed=failed if spec.backend == "vllm" else None,
         sampled=sampled,
@@ -285,7 +268,7 @@ def _one_turn(
     )
 
 
-def text_of_tokens(policy: CausalLMPolicy, tokens: torch.Tensor | Sequence[int]) -> str:
+def text_of_tokens(policy: CausalLMPolicy, tokens: Sequence[int]) -> str:
     """Return the text of some tokens without special ones, or "" where they have none."""
     try:
         return str(policy.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -49,7 +49,7 @@ from dprlhf.gradients.micro_batches import (
 )
 from dprlhf.policies.causal_lm import CausalLMPolicy, random_adapter
 from dprlhf.policies.kept import Keep, Layout, keep
-from dprlhf.rollout.batch import Responses, rows_of
+from dprlhf.rollout.batch import Responses, responses_of
 from dprlhf.rollout.decoding import decode, try_last_step
 from dprlhf.rollout.logprobs import token_logprobs
 from dprlhf.rollout.sampling import prompts_at_once, static_steps
@@ -339,21 +339,15 @@ def _made_up(
     """Return rows of random tokens, a user for each number; they follow from that number alone."""
     width, length, together = width or shapes.prompt, shapes.response, shapes.num_generations
     each, present = prompts * shapes.rows, [n for n in numbers if n is not None]
-    tokens = torch.full((len(present) * each, width + length), policy.tokenizer.pad_token_id)
-    mask = torch.zeros_like(tokens)
-    prompt: list[int] = []
-    for start, number in enumerate(present):
+    given: list[list[int]] = []
+    written: list[list[int]] = []
+    for number in present:
         random = np.random.default_rng([8, number])
         for own in range(each):
-            row = start * each + own
-            if own % together == 0:
-                prompt = made_up_prompt(policy, number, width, own // together)
+            given.append(made_up_prompt(policy, number, width, own // together))
             response = _tokens(policy, random, 1 + int(random.integers(length)) if own else length)
-            if length == 1:  # a classifier's answer is the number of a label
-                response = [0]
-            columns = slice(width - len(prompt), width + len(response))
-            tokens[row, columns] = torch.tensor(prompt + response)
-            mask[row, columns] = 1
+            # A classifier's answer is the number of a label.
+            written.append([0] if length == 1 else response)
     places = np.array([place for place, n in enumerate(numbers) if n is not None], dtype=np.int64)
     users = np.repeat(places, prompts)
     slots = np.tile(np.arange(prompts), len(places))
@@ -365,13 +359,14 @@ def _made_up(
         round_users=np.arange(len(numbers)),
         prompts_a_user=prompts,
     )
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        **rows_of(asked, shapes.rows),
-        from_base=np.zeros(len(tokens), dtype=bool),
-        texts=[""] * len(tokens),
-        max_new_tokens=length,
+    return responses_of(
+        asked,
+        shapes.rows,
+        given,
+        written,
+        width=width,
+        length=length,
+        padding=policy.tokenizer.pad_token_id,
         num_generations=together,
     )
 

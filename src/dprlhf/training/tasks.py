@@ -15,7 +15,6 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dprlhf import recipe
@@ -25,7 +24,7 @@ from dprlhf.errors import DprlhfError
 from dprlhf.policies.causal_lm import CausalLMPolicy
 from dprlhf.rewards.classifier import classifier_tokens
 from dprlhf.rollout import Responses
-from dprlhf.rollout.batch import prompt_width, rows_of
+from dprlhf.rollout.batch import prompt_width, responses_of
 from dprlhf.rollout.logprobs import token_logprobs
 
 
@@ -120,21 +119,16 @@ def pack(
     max_prompt_tokens: int,
 ) -> Responses:
     """Pack prompts, padded on the left, and answers, padded on the right, into rows of tokens."""
-    width = prompt_width(examples, prompts, max_prompt_tokens)
-    tokens = torch.full((len(prompts), width + length), model.tokenizer.pad_token_id)
-    mask = torch.zeros_like(tokens)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        place = slice(width - len(prompt), width + len(answer))
-        tokens[row, place] = torch.tensor(model.known([*prompt, *answer]))
-        mask[row, place] = 1
-    copies = len(prompts) // len(examples) if len(examples) else 1
-    return Responses(
-        tokens=tokens,
-        mask=mask,
-        **rows_of(examples, copies),
-        from_base=np.zeros(len(prompts), dtype=bool),
-        texts=[""] * len(prompts),
-        max_new_tokens=length,
+    for prompt, answer in zip(prompts, answers, strict=True):
+        model.known([*prompt, *answer])
+    return responses_of(
+        examples,
+        len(prompts) // len(examples) if len(examples) else 1,
+        prompts,
+        answers,
+        width=prompt_width(examples, prompts, max_prompt_tokens),
+        length=length,
+        padding=model.tokenizer.pad_token_id,
     )
 
 
