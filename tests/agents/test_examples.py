@@ -57,8 +57,8 @@ def write_questions(path: Path, users: int) -> None:
 @pytest.mark.slow
 def test_the_recipe_of_an_agent_runs_on_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    write_questions(tmp_path / "questions.jsonl", 24)
-    write_questions(tmp_path / "public.jsonl", 12)
+    write_questions(tmp_path / "questions.jsonl", 12)
+    write_questions(tmp_path / "public.jsonl", 8)
     result = dprlhf.train(
         ROOT / "recipes/agent_gpu.yaml",
         overrides=[

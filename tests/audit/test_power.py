@@ -165,10 +165,7 @@ def test_what_the_guesses_would_see_of_one_gaussian_has_a_closed_form(adjacency,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("partition", "z"),
-    [("random-allocation", 0.5), ("random-allocation", 0.757), ("poisson", 0.64)],
-)
+@pytest.mark.parametrize(("partition", "z"), [("random-allocation", 0.757), ("poisson", 0.64)])
 def test_what_the_guesses_would_see_of_secret_rounds_is_no_less_than_stated(partition, z):
     """The accountant knows the best guess about one user exactly here, up to a little more."""
     canaries, level = 10_000, 0.03 * judgement.GUESSES_SHARE

@@ -1,5 +1,6 @@
 """The shipped contracts refuse what they are there to refuse: one bad update for each check."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from dprlhf import recipe
 from dprlhf.boundary import Private, open_private
 from dprlhf.errors import DprlhfError
 from dprlhf.rewards import Scores
-from dprlhf.testing import check_partition, check_update
+from dprlhf.testing import check_partition, check_update, update
 from dprlhf.updates import UPDATES, PrivateRound
 
 pg = UPDATES["pg"]
@@ -97,7 +98,11 @@ BAD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
-def test_a_bad_update_is_refused_by_the_check_that_is_there_for_it(bad: Any) -> None:
+def test_a_bad_update_is_refused_by_the_check_that_is_there_for_it(bad, monkeypatch):
+    there_for_it = re.sub("[- ]", "_", BAD[bad].split("'")[1])
+    for check in ("influence", "failures", "micro_batches", "leftovers", "empty_round"):
+        if there_for_it not in (check, "releases"):  # every round has that one
+            monkeypatch.setattr(update, f"_check_{check}", lambda *given: 1.0)
     with pytest.raises(AssertionError, match=BAD[bad]):
         check_update(bad, recipe.PG())
 

@@ -39,10 +39,12 @@ def resolved(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wide", "public"), [(True, 96), (False, 0)])
+@pytest.mark.parametrize(("wide", "public"), [(True, 40), (False, 0)])
 def test_three_ways_to_start_make_one_run(wide, public, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dprlhf.training.defaults.WIDE", 1 if wide else 10**6)
+    smaller = {"WIDE": 1 if wide else 10**6, "FEWEST_WITH_DIRECTIONS": 2, "EVALUATED": 4}
+    for name, value in smaller.items():
+        monkeypatch.setattr(f"dprlhf.training.defaults.{name}", value)
     tiny.save(Path("model"))
     Path("given.py").write_text(REWARD)
     private = {"prompt": [f"user {i}" for i in range(30)], "who": [f"u{i // 2}" for i in range(30)]}
