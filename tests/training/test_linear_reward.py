@@ -111,7 +111,7 @@ def of_widths(count: int, rng: torch.Generator) -> torch.Tensor:
 def test_what_is_liked_is_recovered_from_the_mean_and_the_noise_is_allowed_for() -> None:
     """Without noise all of it; with noise more than by the discriminant C⁻¹ b of a known C."""
     rng = torch.Generator().manual_seed(5)
-    fitted, states = fit_features(of_widths(4000, rng), 1.0), of_widths(4000, rng)
+    fitted, states = fit_features(of_widths(400, rng), 1.0), of_widths(4000, rng)
     truth = torch.tensor([0.1, -0.4, 0.5, 1.5, 0.0, 0.0]).double()
     values, seen = states @ _MIXED.T @ truth, fitted.coordinates(states)
     clipped, _ = clip_users(seen, 1.0)
@@ -150,7 +150,7 @@ def test_weights_are_the_posterior_mean_of_a_normal_prior() -> None:
 def test_a_release_that_says_nothing_is_told_from_one_that_does() -> None:
     """Of labels in a random order p-values below 5% are as rare, with noise and without."""
     rng = torch.Generator().manual_seed(9)
-    fitted = fit_features(of_widths(4000, rng), 1.0)
+    fitted = fit_features(of_widths(400, rng), 1.0)
     for noise_std in (0.0, 0.02):
         chances: dict[str, list[float]] = {"unrelated": [], "related": []}
         for _ in range(200):
