@@ -10,7 +10,7 @@ Supervised fine-tuning learns the same policy; a reward model has a number for e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,8 +106,8 @@ class _Tokenizer:
             return 1 + ANSWERS.index(word)
         return _FIRST_PROMPT + int(word) if word.isdecimal() else _END
 
-    def decode(self, ids: torch.Tensor, **_: Any) -> str:
-        return "".join(ANSWERS[i - 1] for i in ids.tolist() if i)
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(ANSWERS[i - 1] for i in ids if i)
 
 
 class _Small(CausalLMPolicy):
