@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dprlhf.api import recipe_in
+from dprlhf.data.file_formats import MESSAGES
 from dprlhf.data.public import in_memory_prompts, prompts_in
 from dprlhf.data.spelling import storable
 from dprlhf.errors import DprlhfError
@@ -32,7 +33,7 @@ def generate(
         folder: The run folder.
         prompts: Texts or conversations, in a list or a generator; or a file of them: one a line, or
             a ``.csv``, ``.json``, ``.jsonl`` or ``.parquet`` with the recipe's
-            ``data.prompt_column``.
+            ``data.prompt_column``. Where that is ``messages``, a text is what a user says.
         seed: Seed of the sampling.
         max_new_tokens: Longest continuation, in tokens; None takes the recipe's
             ``rollout.max_new_tokens``.
@@ -70,7 +71,13 @@ def generate(
     policy = load_policy_of(recipe)
     load_tuned(checkpoint, policy)
     policy.model.to(Processes.connect().device)
-    asked = in_memory_prompts(given)
+    talks = recipe.data.prompt_column == MESSAGES
+    asked = in_memory_prompts(
+        [
+            [{"role": "user", "content": one}] if talks and isinstance(one, str) else one
+            for one in given
+        ]
+    )
     # The run's batches may have a thousand rows; these need what they fill.
     one = public_sampling_settings(recipe.rollout, len(asked), 1)
     one = one.model_copy(update={"backend": "transformers"})

@@ -1,12 +1,14 @@
 """``dprlhf generate``: both policies side by side, from prompts given in any way."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from dprlhf.cli.app import app
+from dprlhf.data.public import in_memory_prompts
 from dprlhf.generation import generate
 from helpers import runs, tiny
 
@@ -55,3 +57,13 @@ def test_prompts_from_a_file(run: Path, tmp_path: Path, name: str, content: str)
     expected = generate(run, ["One day", "Two"])
     assert generate(run, file) == expected
     assert json.loads(call(run, "--prompts", str(file), "--json").stdout) == expected
+
+
+@pytest.mark.slow
+def test_texts_are_what_users_say_where_prompts_were_conversations(run, tmp_path, monkeypatch):
+    recipe, asked = shutil.copytree(run, tmp_path / "run") / "recipe.yaml", []
+    recipe.write_text(recipe.read_text().replace("column: prompt", "column: messages"))
+    seen = lambda given: asked.append(given) or in_memory_prompts(["as it is"])  # noqa: E731
+    monkeypatch.setattr("dprlhf.generation.in_memory_prompts", seen)
+    assert [answer["prompt"] for answer in generate(tmp_path / "run", ["One day"])] == ["One day"]
+    assert asked == [[[{"role": "user", "content": "One day"}]]]
