@@ -66,4 +66,7 @@ def test_texts_are_what_users_say_where_prompts_were_conversations(run, tmp_path
     seen = lambda given: asked.append(given) or in_memory_prompts(["as it is"])  # noqa: E731
     monkeypatch.setattr("dprlhf.generation.in_memory_prompts", seen)
     assert [answer["prompt"] for answer in generate(tmp_path / "run", ["One day"])] == ["One day"]
-    assert asked == [[[{"role": "user", "content": "One day"}]]]
+    file, said = tmp_path / "p.csv", [{"role": "user", "content": "One day"}]
+    file.write_text('messages\n"[{""role"": ""user"", ""content"": ""One day""}]"\n')
+    assert generate(tmp_path / "run", file)[0]["prompt"] == said
+    assert asked == [[said], [said]]

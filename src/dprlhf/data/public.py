@@ -161,7 +161,7 @@ def prompts_in(file: Path, column: str) -> list[Any]:
             return list(lines_of(file))
         except (OSError, BrokenLinesError) as error:
             raise DprlhfError(f"{file}: could not be read ({type(error).__name__})") from None
-    rows = load_rows(Data(path=str(file)))
+    rows = load_rows(Data(path=str(file), prompt_column=column))
     if column not in rows.column_names:
         raise DprlhfError(
             f"{file}: there is no column {column!r}; the columns are"
